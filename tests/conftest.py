@@ -1,0 +1,43 @@
+"""What every test shares: one seed, few threads, and the real model where its package is installed."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import real_models
+import torch
+import transformers
+
+
+def pytest_configure(config):
+    torch.set_num_threads(int(os.environ.get("KVQ_TEST_THREADS", "1")))
+    transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_report_header(config):
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} thread(s)"
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """(model, tokenizer) of the real SmolLM2-135M-Instruct in float32."""
+    return real_model("smollm2-135m")
+
+
+def real_model(name: str):
+    """``real_models.load`` of a model that a test cannot do without: skips where its packages are not installed."""
+    if not real_models.available(name):
+        pytest.skip(f"{name} is not installed: see examples/real_models.py")
+    return real_models.load(name)
