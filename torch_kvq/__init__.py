@@ -1,0 +1,11 @@
+"""Compressed KV caches for Hugging Face transformers, with attention computed on the packed data."""
+
+from ._requirements import check_requirements
+
+check_requirements()
+
+from . import backends, ops  # noqa: E402
+from .caches.isoquant import IsoQuantCache  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["IsoQuantCache", "backends", "ops"]

@@ -1,0 +1,220 @@
+"""Tensor handles: what ``update`` returns for keys and values whose data stay in the layer.
+
+A handle has the shape, dtype and device of the keys or values and no data. ``__torch_function__`` recognises what
+attention code does to it (``F.scaled_dot_product_attention``, the eager pair ``q @ k^T`` and ``p @ v``, ``repeat_kv``) and
+answers from the pieces; any other function sees the dense tensor, which is correct, and counted if packed tokens had
+to be rebuilt for it. Handlers register themselves with :func:`handles`; ``mla.py`` adds those of latent attention.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
+
+from .pieces import Pieces
+
+_HANDLERS: dict[Callable, list[Callable]] = {}
+
+
+def handles(*functions: Callable) -> Callable:
+    """Registers a handler for torch functions; it returns ``NotImplemented`` for what it does not know."""
+
+    def register(handler: Callable) -> Callable:
+        for function in functions:
+            _HANDLERS.setdefault(function, []).append(handler)
+        return handler
+
+    return register
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor without data that can be made dense. Subclasses define ``dense(reason)``."""
+
+    @classmethod
+    def of_shape(cls, shape, like: torch.Tensor) -> "LazyTensor":
+        """An empty shell of ``shape`` with the dtype and device of ``like``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+
+    def dense(self, reason: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for handler in _HANDLERS.get(func, ()):
+            out = handler(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(*_all_dense(args, _name(func)), **_all_dense(kwargs, _name(func)))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*_all_dense(args, str(func)), **_all_dense(kwargs or {}, str(func)))
+
+
+def _name(func: Callable) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _all_dense(tree, reason: str):
+    return tree_map(lambda x: x.dense(reason) if isinstance(x, LazyTensor) else x, tree)
+
+
+class KVHandle(LazyTensor):
+    """Keys (role ``k``) or values (``v``) of a layer, ``[B, H * repeat, T, D]``.
+
+    ``form`` follows ``repeat_kv`` and ``transpose``: ``plain``, ``grouped`` ``[B, H, repeat, T, D]`` or ``transposed``
+    ``[B, H * repeat, D, T]``.
+    """
+
+    pieces: Pieces
+    role: str
+    repeat: int
+    form: str
+
+    @staticmethod
+    def make(pieces: Pieces, role: str, repeat: int = 1, form: str = "plain") -> "KVHandle":
+        exact = pieces.exact_keys if role == "k" else pieces.exact_values
+        batch, heads, _, dim = exact.shape
+        tokens = pieces.num_tokens
+        shape = {
+            "plain": (batch, heads * repeat, tokens, dim),
+            "grouped": (batch, heads, repeat, tokens, dim),
+            "transposed": (batch, heads * repeat, dim, tokens),
+        }[form]
+        handle = KVHandle.of_shape(shape, exact)
+        handle.pieces, handle.role, handle.repeat, handle.form = pieces, role, repeat, form
+        return handle
+
+    def dense(self, reason: str) -> torch.Tensor:
+        x = self.pieces.dense(self.role, reason)
+        if self.repeat > 1 or self.form == "grouped":
+            x = x[:, :, None].expand(*x.shape[:2], self.repeat, *x.shape[2:])
+            x = x if self.form == "grouped" else x.reshape(x.shape[0], -1, *x.shape[3:])
+        return x.transpose(-1, -2) if self.form == "transposed" else x
+
+    def in_form(self, form: str, repeat: int | None = None) -> "KVHandle":
+        return KVHandle.make(self.pieces, self.role, self.repeat if repeat is None else repeat, form)
+
+    def __reduce_ex__(self, protocol):
+        return _restored, (self.dense("pickle"),)
+
+
+def _restored(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def is_handle(x, role: str, form: str = "plain") -> bool:
+    return isinstance(x, KVHandle) and x.role == role and x.form == form
+
+
+@handles(F.scaled_dot_product_attention)
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    if not (is_handle(key, "k") and is_handle(value, "v") and key.pieces is value.pieces):
+        return NotImplemented
+    pieces = key.pieces
+    if pieces.is_packed and (dropout_p or isinstance(query, LazyTensor)):
+        return NotImplemented
+    pieces.layer.saw_queries(query)
+    pieces.layer.saw_mask(attn_mask)
+    if pieces.is_packed:
+        out = pieces.sdpa(query, attn_mask, dropout_p, is_causal, scale)
+    else:
+        dense = (key.dense("sdpa"), value.dense("sdpa"))
+        out = F.scaled_dot_product_attention(
+            query, *dense, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    pieces.layer.answered(pieces.is_packed)
+    return out
+
+
+@handles(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+def _matmul(left, right):
+    if isinstance(left, LazyTensor):
+        return NotImplemented
+    if is_handle(right, "k", "transposed"):
+        right.pieces.layer.saw_queries(left)
+        return right.pieces.scores(left) if right.pieces.is_packed else left @ right.dense("matmul")
+    if is_handle(right, "v"):
+        pieces = right.pieces
+        pieces.layer.saw_weights(left)
+        out = pieces.weighted_values(left) if pieces.is_packed else left @ right.dense("matmul")
+        pieces.layer.answered(pieces.is_packed)
+        return out
+    return NotImplemented
+
+
+@handles(torch.Tensor.transpose, torch.transpose)
+def _transpose(x, dim0, dim1):
+    if not isinstance(x, KVHandle) or {dim0 % 4, dim1 % 4} != {2, 3} or x.form == "grouped":
+        return NotImplemented
+    return x.in_form("plain" if x.form == "transposed" else "transposed")
+
+
+@handles(torch.Tensor.__getitem__)
+def _getitem(x, index):
+    everything = slice(None)
+    whole = isinstance(index, tuple) and len(index) == 5 and index[2] is None
+    if not (isinstance(x, KVHandle) and x.form == "plain" and x.repeat == 1 and whole):
+        return NotImplemented
+    if any(part != everything for place, part in enumerate(index) if place != 2):
+        return NotImplemented
+    return x.in_form("grouped")
+
+
+@handles(torch.Tensor.expand)
+def _expand(x, *shape):
+    shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if not (isinstance(x, KVHandle) and x.form == "grouped" and x.repeat == 1 and len(shape) == 5):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        kept = all(want in (-1, have) for place, (want, have) in enumerate(zip(shape, x.shape)) if place != 2)
+    return x.in_form("grouped", shape[2]) if kept and shape[2] > 0 else NotImplemented
+
+
+@handles(torch.Tensor.reshape)
+def _reshape(x, *shape):
+    shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if not (isinstance(x, KVHandle) and x.form == "grouped" and len(shape) == 4):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        batch, heads, repeat, tokens, dim = x.shape
+    return x.in_form("plain") if tuple(shape) == (batch, heads * repeat, tokens, dim) else NotImplemented
+
+
+@handles(torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.detach)
+def _unchanged(x, *args, **kwargs):
+    """``to`` the same dtype and device, ``contiguous`` and ``detach`` change nothing."""
+    if not isinstance(x, LazyTensor):
+        return NotImplemented
+    for wanted in (*args, *kwargs.values()):
+        if isinstance(wanted, torch.dtype) and wanted != x.dtype:
+            return NotImplemented
+        if isinstance(wanted, (torch.device, str)) and torch.device(wanted) != x.device:
+            return NotImplemented
+        if isinstance(wanted, torch.Tensor):
+            return NotImplemented
+    return x
+
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "grad", "is_leaf", "itemsize"),
+    *("is_cpu", "is_cuda", "is_mps", "is_meta", "is_sparse", "is_quantized", "is_nested"),
+)
+_METHODS = (
+    *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device"),
+    *("__len__", "__repr__"),
+)
+_METADATA = {
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+    *(torch.is_tensor, torch.is_floating_point, torch.numel),
+}

@@ -1,0 +1,143 @@
+"""What a layer holds at one moment, and how it answers a query: exact sinks and recent tokens, and a packed body.
+
+Attention is a sum of pieces: each answers with ``(out, lse)`` and ``merge`` adds them exactly. The ``attend`` operator
+answers for all pieces of a layer in one call; :func:`attend_apart` does it piece by piece, for those who compose.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .. import ops
+from .order import TokenOrder
+
+
+@dataclasses.dataclass
+class Pieces:
+    """A snapshot of one layer; it stays valid while the layer goes on.
+
+    Args:
+        exact_keys, exact_values: ``[B, H, E, D]``, ``[B, H, E, Dv]``: sinks, then recent tokens.
+        keys, values: tensors of the packed stores (``layout.PACKED_FIELDS``), empty lists if nothing is packed. Keys without
+            values are both (latents).
+        length: packed tokens.
+        num_sinks: exact tokens in front of the packed ones.
+        order: where the stored tokens stand in the sequence; ``None`` if in sequence order.
+        layer: is told of queries, masks and the end of an attention call; counts.
+    """
+
+    exact_keys: torch.Tensor
+    exact_values: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    length: int
+    num_sinks: int
+    order: TokenOrder | None
+    layer: Any
+
+    @property
+    def is_packed(self) -> bool:
+        return self.length > 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.exact_keys.shape[2] + self.length
+
+    def dense(self, role: str, reason: str) -> torch.Tensor:
+        """Keys (role ``k``) or values (``v``) in sequence order. Rebuilding packed tokens is counted with its reason."""
+        exact = self.exact_keys if role == "k" else self.exact_values
+        if not self.is_packed:
+            return exact
+        self.layer.count_decompress(reason, self.length)
+        body = torch.empty((*exact.shape[:2], self.length, exact.shape[3]), dtype=exact.dtype, device=exact.device)
+        along_tokens = role == "v" and not self.layer.is_latent  # a latent's rope keys are packed as keys
+        ops.decode(self.keys if role == "k" else self.values, along_tokens, 0, body)
+        stored = torch.cat([exact[:, :, : self.num_sinks], body, exact[:, :, self.num_sinks :]], 2)
+        return stored if self.order is None else self.order.to_sequence(stored, 2)
+
+    def sdpa(self, query: torch.Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None) -> torch.Tensor:
+        """``F.scaled_dot_product_attention`` of ``query [B, Hq, M, D]`` on the packed data."""
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if is_causal:
+            attn_mask = upper_left_causal(query, self.num_tokens)
+        out, _ = self.attend(query, attn_mask, scale)
+        return out
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        softcap: float = 0.0,
+        sink_logits: torch.Tensor | None = None,
+        start: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Softmax attention over every token.
+
+        Args:
+            query: ``[B, G * H, M, D]``; heads and query tokens may be folded into each other as ``pack_gqa`` does.
+            mask: ``[B, 1 or Hq, 1 or M, T]`` in sequence order, bool (True = attend) or float (added).
+            scale: factor of ``q . k``.
+            softcap: ``c`` of ``c * tanh(x / c)``; 0 is off.
+            sink_logits: ``[Hq]``, logits that join the denominator only (gpt-oss).
+            start: packed tokens before it are out of reach (sliding window).
+
+        Returns:
+            ``out [B, Hq, M, Dv]`` in the dtype of ``query`` and ``lse [B, Hq, M]`` float32.
+        """
+        batch, heads, tokens = query.shape[:3]
+        values = self.exact_values if self.values else self.exact_keys
+        out = torch.empty((batch, heads, tokens, values.shape[-1]), dtype=query.dtype, device=query.device)
+        lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=query.device)
+        mask = self._stored_mask(mask, (batch, heads, tokens, self.num_tokens))
+        ops.attend(
+            query, self.keys, self.values, self.exact_keys, values, mask, sink_logits,
+            start, self.length, self.num_sinks, scale, softcap, out, lse,
+        )  # fmt: skip
+        return out, lse
+
+    def _stored_mask(self, mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
+        if mask is None:
+            return None
+        if mask.dtype not in (torch.bool, torch.float32):
+            mask = mask.float()
+        if self.order is not None:
+            mask = self.order.to_stored(mask.expand(shape[0], *mask.shape[1:]), 3)
+        return (mask if mask.stride(-1) == 1 else mask.contiguous()).expand(shape)
+
+    def scores(self, query: torch.Tensor) -> torch.Tensor:
+        """``query @ keys^T`` in sequence order, ``[B, Hq, M, T]`` in the dtype of ``query``."""
+        out = torch.empty((*query.shape[:3], self.num_tokens), dtype=query.dtype, device=query.device)
+        ops.qk(query, self.keys, self.exact_keys, self.length, self.num_sinks, out)
+        return out if self.order is None else self.order.to_sequence(out, 3)
+
+    def weighted_values(self, weights: torch.Tensor) -> torch.Tensor:
+        """``weights @ values`` for ``weights [B, Hq, M, T]`` in sequence order: ``[B, Hq, M, Dv]``."""
+        if self.order is not None:
+            weights = self.order.to_stored(weights, 3)
+        out = torch.empty((*weights.shape[:3], self.exact_values.shape[-1]), dtype=weights.dtype, device=weights.device)
+        ops.pv(weights, self.values, self.exact_values, self.length, self.num_sinks, out)
+        return out
+
+
+def upper_left_causal(query: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The mask that ``is_causal`` of ``F.scaled_dot_product_attention`` stands for: ``[1, 1, M, T]`` bool."""
+    return torch.ones((query.shape[2], num_tokens), dtype=torch.bool, device=query.device).tril()[None, None]
+
+
+def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of disjoint token sets from each one's ``(out [B, Hq, M, Dv], lse [B, Hq, M])``."""
+    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]).float()
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    ops.merge(outs, lses, out, lse)
+    return out, lse
+
+
+def exact_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float):
+    """``(out, lse)`` of dense keys and values ``[B, H, T, D]``: a piece for those who compose their own."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(groups, 1) for x in (keys, values))
+    scores = query.float() @ keys.transpose(-1, -2) * scale
+    return (F.softmax(scores, -1) @ values).to(query.dtype), scores.logsumexp(-1)

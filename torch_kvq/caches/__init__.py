@@ -1,0 +1,1 @@
+"""The transformers ``Cache`` classes and their layers."""

@@ -1,0 +1,60 @@
+"""What ``update`` refuses, before anything is changed."""
+
+import math
+
+import torch
+
+from ..codecs.rotation import check_head_dim
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_states(layer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Raises ``ValueError`` for states that ``layer`` cannot take; see ``IsoQuantLayer.update``."""
+    for name, x in (("key_states", key_states), ("value_states", value_states)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} must not require gradients: a packed cache cannot be trained through; use no_grad")
+    if key_states.shape[:3] != value_states.shape[:3]:
+        raise ValueError(
+            "value_states must have the batch, heads and tokens of key_states "
+            f"{tuple(key_states.shape[:3])}, got {tuple(value_states.shape[:3])}"
+        )
+    if key_states.shape[2] == 0:
+        raise ValueError("key_states must hold at least one token, got 0")
+    if layer.exact.key_buffer is None:
+        _check_first(key_states, value_states)
+    else:
+        _check_same(layer, "key_states", layer.exact.key_buffer, key_states)
+        _check_same(layer, "value_states", layer.exact.value_buffer, value_states)
+    for name, x in (("key_states", key_states), ("value_states", value_states)):
+        if (x.device.type == "cpu" or x.shape[2] > 1) and not is_finite(x):
+            raise ValueError(f"{name} must be finite, got inf or nan in layer {layer.index}")
+
+
+def _check_first(key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    check_head_dim("key_states", key_states.shape[-1])
+    check_head_dim("value_states", value_states.shape[-1])
+    for name, x in (("key_states", key_states), ("value_states", value_states)):
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
+    if value_states.device != key_states.device:
+        raise ValueError(f"value_states must be on {key_states.device} as key_states, got {value_states.device}")
+
+
+def _check_same(layer, name: str, held: torch.Tensor, x: torch.Tensor) -> None:
+    if (x.shape[0], x.shape[1], x.shape[3]) != (held.shape[0], held.shape[1], held.shape[3]):
+        raise ValueError(
+            f"{name} must keep batch, heads and head dim {(held.shape[0], held.shape[1], held.shape[3])} of layer "
+            f"{layer.index}, got {(x.shape[0], x.shape[1], x.shape[3])}"
+        )
+    if x.dtype != held.dtype:
+        raise ValueError(f"{name} must keep dtype {held.dtype} of layer {layer.index}, got {x.dtype}")
+    if x.device != held.device:
+        raise ValueError(f"{name} must stay on {held.device} with layer {layer.index}, got {x.device}")
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    """Whether all of ``x`` is finite: its sum is, or else, since sums overflow, each element."""
+    return math.isfinite(float(x.sum(dtype=torch.float32))) or bool(torch.isfinite(x).all())

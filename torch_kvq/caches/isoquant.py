@@ -1,0 +1,165 @@
+"""``IsoQuantCache``: keys and values at 2 to 4 bits, attention on the packed data (RotaryQuant)."""
+
+import warnings
+from functools import partial
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
+
+from .discovery import config_of_caller, make_layers, module_of_caller, prompt_is_chunked
+from .layer import IsoQuantLayer, check_crop
+from .report import CacheReport, resident_bytes
+from .settings import IsoQuantSettings
+from .stats import CacheStats
+
+
+class IsoQuantCache(Cache):
+    """A drop-in cache for ``model.generate(..., past_key_values=IsoQuantCache())``.
+
+    Full-attention layers keep ``num_sinks`` first and at least ``window_len`` last tokens exact and everything between packed.
+    Prompts are attended exactly and packed layer by layer. Sliding-window, linear-attention and other special layers stay
+    what ``DynamicCache(config)`` makes them; :meth:`report` says which and why.
+
+    Args:
+        config: of the model. Left out, the cache looks at the calling frames for the model that uses it; give it where
+            those cannot be seen (``torch.compile`` of the first call).
+        k_bits, v_bits: 2, 3 (default) or 4 bits a coordinate of keys and values.
+        num_sinks: first real tokens of each sequence kept exact, default 4.
+        window_len: last tokens kept exact, default 128; at least ``flush_len``.
+        flush_len: tokens packed at a time, default 16.
+        rotation: isoquant (default), hadamard, hadamard2, dense, so4, so3 or none (``codecs/rotation.py``).
+        balance: learn a channel balance of keys from the first keys and queries (default). It is what keeps models with
+            outlier channels, such as Qwen2.5, usable.
+        center: subtract the mean key of each kv head (default).
+        k_scale, v_scale: scale rule, unbiased and mse by default (``reference.quantise``).
+        seed: of the rotations.
+        prefill: ``layerwise`` packs each layer once its attention has been answered, ``deferred`` waits for decoding (for
+            prompts fed in chunks), ``auto`` (default) defers if ``generate`` was given a ``prefill_chunk_size``.
+        defer_limit: exact tokens after which deferral ends, default 32,768.
+
+    Raises:
+        ValueError: an option out of range, named. TypeError: ``config`` is no config.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        k_bits: int = 3,
+        v_bits: int = 3,
+        num_sinks: int = 4,
+        window_len: int = 128,
+        flush_len: int = 16,
+        rotation: str = "isoquant",
+        balance: bool = True,
+        center: bool = True,
+        k_scale: str = "unbiased",
+        v_scale: str = "mse",
+        seed: int = 0,
+        prefill: str = "auto",
+        defer_limit: int = 32768,
+    ) -> None:
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be a transformers config, got {type(config).__name__}")
+        self.settings = IsoQuantSettings(
+            k_bits, v_bits, num_sinks, window_len, flush_len, rotation, balance, center, k_scale, v_scale, seed,
+            prefill, defer_limit,
+        )  # fmt: skip
+        self.stats = CacheStats()
+        self._is_bound, self._layers, self._owner = False, [], None
+        super().__init__(layer_class_to_replicate=partial(IsoQuantLayer, self.settings, self.stats))
+        if config is not None:
+            self._bind(config)
+
+    # ---- which model is it for
+
+    @property
+    def layers(self) -> list:
+        """The layers; on first use the model is looked for among the callers."""
+        if not self._is_bound and not self._layers:
+            config = config_of_caller()
+            if config is not None:
+                self._bind(config)
+                if self.settings.prefill == "auto" and prompt_is_chunked():
+                    self._defer()
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list) -> None:
+        self._layers = layers
+
+    def _bind(self, config: PreTrainedConfig) -> None:
+        layers = make_layers(config, self.settings, self.stats)
+        self._is_bound = True
+        if layers:
+            self._layers, self.layer_class_to_replicate = layers, None
+
+    def _defer(self) -> None:
+        for layer in self._packed_layers():
+            layer.deferred = True
+
+    def _packed_layers(self) -> list[IsoQuantLayer]:
+        return [layer for layer in self._layers if isinstance(layer, IsoQuantLayer)]
+
+    def _check_owner(self) -> None:
+        """Refuses a second model: its tokens would be mixed with those of the first."""
+        module = module_of_caller(3)
+        owner = self._owner() if self._owner is not None else None
+        if module is None or owner is module():
+            return
+        if owner is not None and self.get_seq_length() > 0:
+            raise ValueError(
+                f"past_key_values must serve one model: this cache holds {self.get_seq_length()} tokens of another "
+                f"{type(owner).__name__}; call reset() first or use a new cache"
+            )
+        self._owner = module
+
+    # ---- transformers' interface
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Adds keys ``[B, H, N, D]`` and values ``[B, H, N, Dv]`` of a layer; returns handles of all of them.
+
+        Raises:
+            ValueError: see ``IsoQuantLayer.update``; also a second model on a cache that is not empty.
+        """
+        layers = self.layers
+        if not self._is_bound and not layers:
+            warnings.warn(
+                "IsoQuantCache found no model config among the callers: every layer is taken for full attention and a sliding "
+                "window, if the model has one, keeps all tokens. Pass IsoQuantCache(config=model.config).",
+                stacklevel=2,
+            )
+        if layer_idx == 0 or not self._owner:
+            self._check_owner()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens.
+
+        Raises:
+            ValueError: a positive number, or more tokens than there are; nothing was changed.
+        """
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, IsoQuantLayer):
+                check_crop(tokens_to_remove, layer.get_seq_length(), index)
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets all tokens; the next call may come from another model."""
+        super().reset()
+        self._owner = None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_owner": None}
+
+    # ---- what it holds
+
+    @property
+    def nbytes(self) -> int:
+        """Every resident byte: packed and exact buffers with their slack, statistics, rotations, states of other layers."""
+        return resident_bytes(self._layers)
+
+    def report(self) -> CacheReport:
+        """A table with one row a layer: kind, why it is kept so, tokens, bytes. ``str()`` of it is for reading."""
+        return CacheReport.of(self._layers)

@@ -1,0 +1,315 @@
+"""One full-attention layer: exact tokens, then sinks, packed body and recent window.
+
+Life of a layer: tokens arrive by ``update`` and are exact. When its attention call has been answered, whatever is older
+than the window is packed, in blocks of at least ``flush_len`` tokens; the first time, sinks are set apart, padding found
+and the statistics learnt. In deferred mode (chunked prompts) nothing is packed before decoding starts.
+"""
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..attention import mla  # noqa: F401  registers the handlers of latent attention
+from ..attention.handle import KVHandle
+from ..attention.order import TokenOrder, leading_padding, sinks_first
+from ..attention.pieces import Pieces
+from ..codecs.statistics import QueryMoments, channel_balance, masked_mean, second_moment
+from ..store import ExactStore, PackedStore
+from .checks import check_states
+from .settings import IsoQuantSettings
+from .stats import CacheStats
+
+MIN_STATISTICS_LEN = 64
+SHORT_QUERY_LEN = 32
+
+
+class IsoQuantLayer(CacheLayerMixin):
+    """A cache layer with packed keys and values.
+
+    Args:
+        settings, stats: shared by the layers of a cache.
+        index: place in the model, for messages.
+        latent_rank: ``kv_lora_rank`` of a model with latent attention (MLA); its "keys" are then the latent, which is key
+            and value at once, and its "values" the rope key.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(
+        self, settings: IsoQuantSettings, stats: CacheStats, index: int = 0, latent_rank: int | None = None
+    ) -> None:
+        self.settings, self.stats, self.index, self.latent_rank = settings, stats, index, latent_rank
+        self.deferred = settings.prefill == "deferred"
+        self.record_past = False
+        self._transient = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized, self.is_latent, self.decoding = False, False, False
+        self.exact = ExactStore()
+        self.keys_store: PackedStore | None = None
+        self.values_store: PackedStore | None = None
+        self.order: TokenOrder | None = None
+        self.moments: QueryMoments | None = QueryMoments() if self.settings.balance else None
+        self._pending_query: torch.Tensor | None = None
+        self._visible: torch.Tensor | None = None
+        self._fresh_len = 0
+        self._account()
+
+    # ---- transformers' interface
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        rank = self.latent_rank
+        self.is_latent = rank is not None and key_states.shape[1] == 1 and key_states.shape[-1] == rank
+        if self.is_latent:
+            self.moments = None
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Adds tokens and returns handles of all keys and values.
+
+        Args:
+            key_states: ``[B, H, N, D]``, fp32, bf16 or fp16. value_states: ``[B, H, N, Dv]``.
+
+        Raises:
+            ValueError: shape, dtype, device, head dim, gradients or values that are not finite; nothing was changed.
+        """
+        check_states(self, key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        fresh = key_states.shape[2]
+        short = fresh == 1 or (self.record_past and fresh <= SHORT_QUERY_LEN)
+        self.decoding = self.decoding or (short and self.exact.length > 0)
+        if self.exact.length:
+            self._settle()
+        self.exact.append(key_states, value_states, self.settings.exact_len)
+        self._fresh_len = fresh
+        self._account()
+        pieces = self.pieces()
+        if self.moments is None and not pieces.is_packed and not self._is_due():
+            return pieces.exact_keys, pieces.exact_values
+        return self.handles(pieces)
+
+    def handles(self, pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor]:
+        return KVHandle.make(pieces, "k"), KVHandle.make(pieces, "v")
+
+    def pieces(self) -> Pieces:
+        """A snapshot that can answer queries."""
+        packed = self.keys_store is not None
+        return Pieces(
+            exact_keys=self.exact.keys,
+            exact_values=self.exact.values,
+            keys=self.keys_store.tensors() if packed else [],
+            values=self.values_store.tensors() if packed else [],
+            length=self.keys_store.length if packed else 0,
+            num_sinks=self.num_sinks,
+            order=self.order,
+            layer=self,
+        )
+
+    @property
+    def num_sinks(self) -> int:
+        """Exact tokens in front of the packed ones."""
+        return min(self.settings.num_sinks, self.exact.length) if self.keys_store is not None else 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self.handles(self.pieces())[0] if self.get_seq_length() else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self.handles(self.pieces())[1] if self.get_seq_length() else None
+
+    @property
+    def batch_size(self) -> int:
+        return self.exact.key_buffer.shape[0] if self.is_initialized and self.exact.key_buffer is not None else -1
+
+    def get_seq_length(self, *args) -> int:
+        return self.exact.length + (self.keys_store.length if self.keys_store is not None else 0)
+
+    def get_mask_sizes(self, query_length: int, *args) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def reset(self) -> None:
+        self._clear()
+
+    # ---- what attention tells us
+
+    def saw_queries(self, query: torch.Tensor) -> None:
+        """Queries of the call in progress, ``[B, G * H, M, D]``."""
+        if self.moments is not None:
+            self._pending_query = query
+
+    def saw_mask(self, mask: torch.Tensor | None) -> None:
+        """Its mask ``[B, 1 or Hq, M, T]``: what the last query may see tells padding from tokens."""
+        if mask is None or self.keys_store is not None:
+            return
+        row = mask[:, :, -1]
+        row = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
+        self._visible = row.any(1).expand(self.batch_size, -1)
+
+    def saw_weights(self, weights: torch.Tensor) -> None:
+        """Its softmax weights ``[B, Hq, M, T]`` where the mask was never shown (eager): padding has weight zero."""
+        if self.keys_store is None and (weights.shape[2] > 1 or self._visible is None):
+            visible = (weights[:, :, -1] > 0).any(1)
+            self._visible = leading_padding(visible)[:, None] <= torch.arange(visible.shape[1], device=visible.device)
+
+    def answered(self, packed: bool) -> None:
+        """The attention call of this forward is done, from packed data or not."""
+        self.stats.attend_calls += packed
+        query, self._pending_query = self._pending_query, None
+        if query is not None and self.keys_store is None and self.moments is not None:
+            valid = None
+            if self._visible is not None and query.shape[2] == self._fresh_len == self.exact.length:
+                valid = self._visible[:, -self._fresh_len :]
+            self.moments.add(query, self.exact.keys.shape[1], valid)
+        self._settle()
+
+    # ---- packing
+
+    def _is_due(self) -> bool:
+        """Whether tokens would be packed now."""
+        if self.deferred and not self.decoding and self.keys_store is None:
+            if self.exact.length <= self.settings.defer_limit:
+                return False
+        settings = self.settings
+        if self.keys_store is not None:
+            return self.exact.length - self.num_sinks >= settings.window_len + settings.flush_len
+        waiting = max(settings.window_len + settings.flush_len, MIN_STATISTICS_LEN)
+        return self.exact.length - settings.num_sinks >= waiting
+
+    def _settle(self) -> None:
+        if not self._is_due():
+            return
+        keys, values = self.exact.keys, self.exact.values
+        if self.keys_store is None:
+            keys, values = self._learn(keys, values)
+        sinks, tokens = self.num_sinks, self.exact.length - self.num_sinks - self.settings.window_len
+        stop = sinks + tokens
+        self.keys_store.append(keys[:, :, sinks:stop])
+        self.values_store.append(values[:, :, sinks:stop])
+        kept = [torch.cat([x[:, :, :sinks], x[:, :, stop:]], 2) for x in (keys, values)]
+        self.exact.keep(*kept, self.settings.exact_len)
+        self.stats.compress_calls += 1
+        self.stats.tokens_compressed += tokens
+        self._account()
+
+    def _learn(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Opens the stores: finds sinks and padding, learns centre and balance. Returns keys and values in stored order."""
+        settings, tokens = self.settings, keys.shape[2]
+        valid = self._visible
+        if valid is not None:
+            valid = torch.nn.functional.pad(valid, (0, tokens - valid.shape[1]), value=True)[:, :tokens]
+            self.order = sinks_first(leading_padding(valid), settings.num_sinks, tokens)
+        if self.order is not None:
+            keys, values = self.order.to_stored(keys, 2), self.order.to_stored(values, 2)
+            valid = self.order.to_stored(valid, 1)
+        body = slice(settings.num_sinks, None)
+        valid = None if valid is None else valid[:, body]
+        query_moment = self.moments.mean() if self.moments is not None else None
+        capacity = tokens - settings.num_sinks - settings.window_len
+        balance = settings.balance and not self.is_latent
+        self.keys_store = self._open(keys[:, :, body], valid, query_moment, settings.center, balance, True, capacity)
+        if self.is_latent:
+            self.values_store = self._open(
+                values[:, :, body], valid, None, settings.center, settings.balance, True, capacity
+            )
+        else:
+            self.values_store = self._open(values[:, :, body], valid, None, False, False, False, capacity)
+        self.moments = self._visible = None
+        return keys, values
+
+    def _open(self, x, valid, query_moment, center, balance, is_key, capacity) -> PackedStore:
+        centre = masked_mean(x, valid) if center else None
+        balance = channel_balance(second_moment(x, centre, valid), query_moment) if balance else None
+        codec = self.settings.key_codec if is_key else self.settings.value_codec
+        batch, heads, _, dim = x.shape
+        return PackedStore(codec, not is_key, batch, heads, dim, x.device, centre, balance, capacity)
+
+    # ---- shrinking and batches
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens; 0 does nothing.
+
+        Raises:
+            ValueError: a positive number, or more tokens than there are; nothing was changed.
+        """
+        remove = check_crop(tokens_to_remove, self.get_seq_length(), self.index)
+        if not remove or not self.is_initialized:
+            return
+        remaining = self.get_seq_length() - remove
+        if remaining == 0:
+            self._clear()
+            return
+        front = self.num_sinks if self.order is None else self.order.num_tokens
+        if self.keys_store is not None and remaining <= front + 1:
+            self._unpack(remaining)
+        else:
+            recent = min(remove, self.exact.length - self.num_sinks)
+            self.exact.length -= recent
+            if remove > recent:
+                for store in (self.keys_store, self.values_store):
+                    store.length -= remove - recent
+        self._account()
+
+    def _unpack(self, tokens: int) -> None:
+        """Back to exact tokens: the first ``tokens`` in sequence order."""
+        pieces = self.pieces()
+        kept = [pieces.dense(role, "crop")[:, :, :tokens] for role in "kv"]
+        self._clear()
+        self.lazy_initialization(*kept)
+        self.exact.keep(*kept, self.settings.exact_len)
+
+    def map_batch(self, function) -> None:
+        """Replaces every tensor with a batch dim by ``function`` of it."""
+        if not self.is_initialized:
+            return
+        for part in (self.exact, self.keys_store, self.values_store, self.moments):
+            if part is not None:
+                part.map_batch(function)
+        self.order = None if self.order is None else self.order.map_batch(function)
+        self._visible = None if self._visible is None else function(self._visible)
+        self._account()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_batch(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map_batch(lambda x: x[indices.to(x.device)])
+
+    # ---- counting
+
+    def count_decompress(self, reason: str, tokens: int) -> None:
+        self.stats.count_decompress(reason, tokens)
+
+    def _account(self) -> None:
+        waiting = self.exact.length > self.settings.exact_len
+        transient = self.exact.length * self.exact.token_bytes if waiting else 0
+        self.stats.add_transient(transient - self._transient)
+        self._transient = transient
+
+
+def check_crop(tokens_to_remove: int, length: int, index: int) -> int:
+    """The number of tokens to remove from a layer of ``length`` tokens."""
+    remove = -int(tokens_to_remove)
+    if remove < 0:
+        raise ValueError(f"tokens_to_remove must be negative or 0 (tokens to drop), got {tokens_to_remove}")
+    if remove > length:
+        raise ValueError(
+            f"tokens_to_remove must not drop more than the {length} tokens of layer {index}, got {tokens_to_remove}"
+        )
+    return remove

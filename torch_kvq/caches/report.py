@@ -1,0 +1,102 @@
+"""What a cache holds, layer by layer, and how many bytes of it."""
+
+import dataclasses
+
+import torch
+
+from .layer import IsoQuantLayer
+
+_REASONS = {
+    "DynamicLayer": "full attention, exact",
+    "DynamicSlidingWindowLayer": "keeps its window only",
+    "LinearAttentionLayer": "recurrent state, no tokens",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "recurrent state and window",
+    "DynamicIndexedLayer": "sparse attention of the model's own",
+    "DummyLayer": "holds no tokens",
+}
+
+
+def resident_bytes(*roots) -> int:
+    """Bytes of the distinct storages of all tensors reachable from ``roots`` through attributes, lists and dicts."""
+    storages, seen, waiting = {}, set(), list(roots)
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            if type(item) is torch.Tensor:
+                storage = item.untyped_storage()
+                storages[(item.device, storage.data_ptr())] = storage.nbytes()
+            continue
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple, set)):
+            waiting.extend(item)
+        elif hasattr(item, "__dict__") and not isinstance(item, type):
+            waiting.extend(vars(item).values())
+    return sum(storages.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRow:
+    """One layer: class name, what it does, tokens in all, packed and exact tokens, bytes."""
+
+    index: int
+    kind: str
+    reason: str
+    num_tokens: int
+    num_packed: int
+    num_exact: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheReport:
+    """Rows of a cache; ``str()`` joins neighbours that are alike."""
+
+    rows: list[LayerRow]
+
+    @classmethod
+    def of(cls, layers: list) -> "CacheReport":
+        return cls([_row(index, layer) for index, layer in enumerate(layers)])
+
+    def __str__(self) -> str:
+        lines = [f"{'layers':>9} {'kind':34} {'tokens':>8} {'packed':>8} {'exact':>6} {'bytes':>12}  why"]
+        groups: list[list[LayerRow]] = []
+        for row in self.rows:
+            if groups and dataclasses.replace(row, index=groups[-1][-1].index) == groups[-1][-1]:
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        for group in groups:
+            row, span = group[0], f"{group[0].index}-{group[-1].index}" if len(group) > 1 else f"{group[0].index}"
+            total = sum(each.num_bytes for each in group)
+            lines.append(
+                f"{span:>9} {row.kind:34} {row.num_tokens:8,} {row.num_packed:8,} {row.num_exact:6,} {total:12,}  {row.reason}"
+            )
+        return "\n".join(lines)
+
+
+def _row(index: int, layer) -> LayerRow:
+    kind = type(layer).__name__
+    if isinstance(layer, IsoQuantLayer):
+        exact = layer.exact.length
+        total = layer.get_seq_length()
+        return LayerRow(index, kind, _packed_reason(layer), total, total - exact, exact, resident_bytes(vars(layer)))
+    length = getattr(layer, "get_seq_length", None)
+    total = length() if length is not None and getattr(layer, "is_initialized", False) else 0
+    keys = getattr(layer, "keys", None)
+    exact = keys.shape[-2] if isinstance(keys, torch.Tensor) and keys.dim() == 4 else 0
+    return LayerRow(index, kind, _REASONS.get(kind, "the model's own"), total, 0, exact, resident_bytes(vars(layer)))
+
+
+def _packed_reason(layer: IsoQuantLayer) -> str:
+    if not layer.is_initialized:
+        return "full attention, empty"
+    bits = f"K{layer.settings.k_bits} V{layer.settings.v_bits}"
+    if layer.is_latent:
+        bits = f"latent and rope key K{layer.settings.k_bits}"
+    if layer.keys_store is None:
+        return f"full attention, {bits}, nothing older than the window yet"
+    return f"full attention, {bits}"

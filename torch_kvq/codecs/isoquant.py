@@ -1,0 +1,51 @@
+"""IsoQuant: rotate, scale, Lloyd-Max code (RotaryQuant, algorithm 1), for keys or for values."""
+
+import dataclasses
+import functools
+
+import torch
+
+from ..ops.schemas import SCALE_RULES
+from .codebook import check_bits, lloyd_max
+from .rotation import Rotation, check_kind, make_rotation
+
+
+@functools.lru_cache(maxsize=None)
+def _levels(bits: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(lloyd_max(bits, head_dim), dtype=torch.float32, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class IsoQuantConfig:
+    """How vectors become codes.
+
+    Args:
+        bits: 2, 3 (default) or 4 a coordinate.
+        rotation: a key of ``rotation.KINDS``.
+        scale: how the one scale of a vector is chosen (``reference.quantise``): norm, matched, unbiased or mse.
+        seed: of the rotation.
+    """
+
+    bits: int = 3
+    rotation: str = "isoquant"
+    scale: str = "unbiased"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_bits("bits", self.bits)
+        check_kind("rotation", self.rotation)
+        if self.scale not in SCALE_RULES:
+            raise ValueError(f"scale must be one of {', '.join(SCALE_RULES)}, got {self.scale!r}")
+
+    @property
+    def rule(self) -> int:
+        """Index of ``scale`` as the ``encode`` operator takes it."""
+        return SCALE_RULES.index(self.scale)
+
+    def levels(self, head_dim: int, device: torch.device) -> torch.Tensor:
+        """Positive codebook levels ``[2 ** (bits - 1)]`` float32, for unit variance and the exact marginal of ``head_dim``."""
+        return _levels(self.bits, head_dim, device)
+
+    def make_rotation(self, head_dim: int, device: torch.device) -> Rotation:
+        return make_rotation(self.rotation, head_dim, self.seed, device)
