@@ -2,7 +2,8 @@
 
 A rotation is ``R = matrix . blocks . mix ... mix``: rounds of random signs and a Walsh-Hadamard transform, then one SO(4)
 map for every four coordinates, or a dense matrix instead. Parts that are absent are empty. A head dim that is no power of
-two is mixed in two overlapping windows (``ops/reference.py: mix``), so every coordinate reaches every other.
+two is mixed in two overlapping windows (``ops/reference.py: mix``), so a round spreads every coordinate over more than half
+of them.
 
 Seed rule: word ``n`` of stream ``s`` for seed ``z`` is SplitMix64 of ``(z * 2**32 + s * 2**28 + n) + 1`` times the golden
 constant; signs take the top bit, normals are Box-Muller pairs of 53-bit uniforms. It uses integers and float64 only, so

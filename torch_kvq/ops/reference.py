@@ -35,12 +35,15 @@ def mixing_windows(size: int) -> list[slice]:
 
 
 def mix(x: torch.Tensor, sign: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """One mixing round: for each window, all coordinates times ``sign [D]``, then the transform of the window."""
-    windows = mixing_windows(x.shape[-1])
+    """One mixing round: each window in turn is multiplied by its part of ``sign [D]``, then transformed.
+
+    Only the window's coordinates are multiplied: signs on all ``D`` would meet the others twice and cancel.
+    """
+    x, windows = x.clone(), mixing_windows(x.shape[-1])
     for window in reversed(windows) if inverse else windows:
-        x = x.clone() if inverse else x * sign
-        x[..., window] = walsh_hadamard(x[..., window])
-        x = x * sign if inverse else x
+        part = x[..., window] if inverse else x[..., window] * sign[window]
+        part = walsh_hadamard(part)
+        x[..., window] = part * sign[window] if inverse else part
     return x
 
 
