@@ -1,0 +1,182 @@
+// attend, qk and pv of one task, and the preparation of queries.
+#pragma once
+
+INLINE int pad_of(const Attention &a) { return a.dim_pad > a.value_pad ? a.dim_pad : a.value_pad; }
+
+// 32 flat rows of queries: as float32, their bias q . centre, and R (q * balance).
+static void prepare(const Attention &a, int64_t tile, char *scratch) {
+  Scratch w = carve(scratch, pad_of(a));
+  const Store &s = a.keys;
+  int pad = a.dim_pad;
+  int64_t end = a.batch * a.heads * a.rows;
+  fill(w.a, TILE * pad, 0);
+  for (int r = 0; r < TILE && tile * TILE + r < end; r++) {
+    int64_t flat = tile * TILE + r, head = flat / a.rows, row = flat % a.rows, b = head / a.heads, h = head % a.heads;
+    float *query = a.query + flat * pad, *x = w.a + r * pad;
+    load_padded(row_at(a.q, b, h * a.group + row / a.queries, row % a.queries), a.q.dtype, a.dim, query);
+    __builtin_memcpy(x, query, sizeof(float) * pad);
+    a.bias[flat] = 0;
+    if (s.centre) {
+      const float *centre = s.centre + b * s.centre_stride[0] + h * s.centre_stride[1];
+      F sum = zero();
+      int i = 0;
+      for (; i + LANES <= a.dim; i += LANES) sum = fma(load(query + i), load(centre + i), sum);
+      a.bias[flat] = reduce_add(sum);
+      for (; i < a.dim; i++) a.bias[flat] += query[i] * centre[i];
+    }
+    if (s.balance) {
+      const float *balance = s.balance + b * s.balance_stride[0] + h * s.balance_stride[1];
+      for (int i = 0; i < a.dim; i++) x[i] *= balance[i];
+    }
+  }
+  if (!s.rotation.identity()) rotate_rows(s.rotation, false, w.a, pad, w.b);
+  __builtin_memcpy(a.rotated + tile * TILE * pad, w.a, sizeof(float) * TILE * pad);
+}
+
+// weights [rows, 32] = by * (scale[token] * (R q) . code values + bias) for a block of packed keys.
+INLINE void packed_scores(const Task &t, const Planes &planes, const Book &book, const float *scale, float by, const Scratch &w) {
+  const Attention &a = t.a;
+  const float *query = a.rotated + t.flat * a.dim_pad;
+  int words = (int)ceil_div(a.dim, WORD_BITS);
+  fill(w.weights, t.rows * TILE, 0);
+  if (t.rows <= MAX_ROWS) {
+    packed_product(a.keys.bits, t.rows, planes, words, TILE, query, a.dim_pad, book, w.weights, TILE);
+  } else {  // many rows: unpack once
+    Planes at = planes;
+    for (int d = 0; d < a.dim_pad; d += TILE) {
+      expand(a.keys.bits, at, TILE, book, w.b + d * TILE, TILE);
+      for (int p = 0; p < a.keys.bits; p++) at.at[p] += TILE;
+    }
+    dense_product(t.rows, w.b, TILE, a.dim, TILE, query, a.dim_pad, 1, w.weights, TILE);
+  }
+  for (int r = 0; r < t.rows; r++)
+    for (int i = 0; i < TILE; i += LANES) {
+      float *x = w.weights + r * TILE + i;
+      store(x, (load(x) * load(scale + i) + splat(a.bias[t.flat + r])) * splat(by));
+    }
+}
+
+// acc [rows, value_pad] += weights [rows, 32] times the code values of a block.
+INLINE void packed_sums(const Task &t, const Store &s, const Planes &planes, const Book &book, const float *scale, const Scratch &w) {
+  for (int r = 0; r < t.rows; r++)
+    for (int i = 0; i < TILE; i += LANES) store(w.weights + r * TILE + i, load(w.weights + r * TILE + i) * load(scale + i));
+  int pad = t.a.value_pad;
+  if (t.rows <= MAX_ROWS) {
+    packed_product(s.bits, t.rows, planes, 1, pad, w.weights, TILE, book, t.acc, pad);
+  } else {
+    expand(s.bits, planes, pad, book, w.b, pad);
+    dense_product(t.rows, w.b, pad, TILE, pad, w.weights, TILE, 1, t.acc, pad);
+  }
+}
+
+INLINE void load_exact(const Dense &x, int64_t b, int64_t h, int64_t at, int count, int dim, int pad, float *to) {
+  for (int i = 0; i < count; i++) load_padded(row_at(x, b, h, at + i), x.dtype, dim, to + i * pad);
+  fill(to + count * pad, (int64_t)(TILE - count) * pad, 0);
+}
+
+// weights [rows, 32] = by * q . k for a tile of exact keys, which stay in w.a [32, dim_pad].
+INLINE void exact_scores(const Task &t, int64_t at, int count, float by, const Scratch &w) {
+  const Attention &a = t.a;
+  load_exact(a.exact_keys, t.b, t.h, at, count, a.dim, a.dim_pad, w.a);
+  transpose(w.a, a.dim_pad, TILE, a.dim_pad, w.b, TILE);
+  fill(w.weights, t.rows * TILE, 0);
+  dense_product(t.rows, w.b, TILE, a.dim, TILE, a.query + t.flat * a.dim_pad, a.dim_pad, 1, w.weights, TILE);
+  scale_row(w.weights, t.rows * TILE, by);
+}
+
+INLINE void exact_sums(const Task &t, int64_t at, int count, const Scratch &w) {
+  const Attention &a = t.a;
+  float *values = w.a;
+  if (!a.shared) load_exact(a.exact_values, t.b, t.h, at, count, a.value_dim, a.value_pad, values = w.c);
+  dense_product(t.rows, values, a.value_pad, count, a.value_pad, w.weights, TILE, 1, t.acc, a.value_pad);
+}
+
+struct Range {
+  int64_t from, to;
+};
+INLINE Range tokens_of(const Task &t) {
+  bool packed = t.split < t.a.packed_splits;
+  int64_t from = (packed ? t.split : t.split - t.a.packed_splits) * t.a.split_len, end = packed ? t.a.length : t.a.exact_len;
+  return {from, from + t.a.split_len < end ? from + t.a.split_len : end};
+}
+INLINE int tile_count(int64_t at, int64_t end) { return (int)(end - at < TILE ? end - at : TILE); }
+
+static void attend(const Attention &a, int64_t index, char *scratch) {
+  Task t = task_of(a, index);
+  Scratch w = carve(scratch, pad_of(a));
+  Range range = tokens_of(t);
+  begin(t, w, -__builtin_inff());
+  if (t.split < a.packed_splits) {
+    const Store &values = a.shared ? a.keys : a.values;
+    Book key_book = book_of(a.keys), value_book = book_of(values);
+    for (int64_t block = (range.from > a.start ? range.from : a.start) / TILE; block * TILE < range.to; block++) {
+      Columns columns = packed_columns(a, block, a.start, a.length);
+      load_scales(a.keys, t.b, t.h, block, columns.valid, w.vector);
+      packed_scores(t, load_key_words(a.keys, t.b, t.h, block, w.words), key_book, w.vector, a.scale, w);
+      weigh(t, columns, w);
+      if (!a.shared) load_scales(values, t.b, t.h, block, columns.valid, w.vector);
+      Planes planes = a.shared ? load_shared_words(a.keys, t.b, t.h, block, w.words, w.columns)
+                               : load_value_words(values, t.b, t.h, block, w.words);
+      packed_sums(t, values, planes, value_book, w.vector, w);
+    }
+  } else {
+    for (int64_t at = range.from; at < range.to; at += TILE) {
+      int count = tile_count(at, range.to);
+      exact_scores(t, at, count, a.scale, w);
+      weigh(t, exact_columns(a, at, count), w);
+      exact_sums(t, at, count, w);
+    }
+  }
+  end(t, w);
+}
+
+static void qk(const Attention &a, int64_t index, char *scratch) {
+  Task t = task_of(a, index);
+  Scratch w = carve(scratch, pad_of(a));
+  Range range = tokens_of(t);
+  bool packed = t.split < a.packed_splits;
+  Book book = book_of(a.keys);
+  for (int64_t at = range.from; at < range.to; at += TILE) {
+    Columns columns = packed ? packed_columns(a, at / TILE, 0, a.length) : exact_columns(a, at, tile_count(at, range.to));
+    if (packed) {
+      load_scales(a.keys, t.b, t.h, at / TILE, columns.valid, w.vector);
+      packed_scores(t, load_key_words(a.keys, t.b, t.h, at / TILE, w.words), book, w.vector, 1, w);
+    } else {
+      exact_scores(t, at, columns.count, 1, w);
+    }
+    for (int r = 0; r < t.rows; r++) {
+      char *row = row_at(a.out, t.b, query_head(t, r), query_token(t, r));
+      for_columns(columns, [&](int from, int count, int64_t column) {
+        store_row(w.weights + r * TILE + from, count, row + element_size(a.out.dtype) * column, a.out.dtype);
+      });
+    }
+  }
+}
+
+static void pv(const Attention &a, int64_t index, char *scratch) {
+  Task t = task_of(a, index);
+  Scratch w = carve(scratch, pad_of(a));
+  Range range = tokens_of(t);
+  bool packed = t.split < a.packed_splits;
+  Book book = book_of(a.values);
+  begin(t, w, 0);
+  for (int64_t at = range.from; at < range.to; at += TILE) {
+    Columns columns = packed ? packed_columns(a, at / TILE, 0, a.length) : exact_columns(a, at, tile_count(at, range.to));
+    for (int r = 0; r < t.rows; r++) {
+      float *p = w.weights + r * TILE;
+      const char *row = row_at(a.p, t.b, query_head(t, r), query_token(t, r));
+      fill(p, TILE, 0);
+      for_columns(columns, [&](int from, int count, int64_t column) {
+        load_row(row + element_size(a.p.dtype) * column, a.p.dtype, count, p + from);
+      });
+      for (int i = 0; i < TILE; i += LANES) store(w.sums + r * TILE, load(w.sums + r * TILE) + load(p + i));
+    }
+    if (packed) {
+      load_scales(a.values, t.b, t.h, at / TILE, columns.valid, w.vector);
+      packed_sums(t, a.values, load_value_words(a.values, t.b, t.h, at / TILE, w.words), book, w.vector, w);
+    } else {
+      exact_sums(t, at, columns.count, w);
+    }
+  }
+  end(t, w);
+}

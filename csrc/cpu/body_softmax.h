@@ -1,0 +1,110 @@
+// One task of attention (a block of rows of one head over one split of its tokens) and its online softmax.
+#pragma once
+
+struct Task {
+  const Attention &a;
+  int64_t b, h, row, flat, split;  // first row within the head, and flat
+  int rows;
+  float *acc, *state;  // of this task in the call's scratch
+};
+
+INLINE Task task_of(const Attention &a, int64_t index) {
+  int64_t splits = a.packed_splits + a.exact_splits;
+  int64_t split = index % splits, block = index / splits % a.row_blocks, head = index / splits / a.row_blocks;
+  int64_t row = block * a.row_block, left = a.rows - row;
+  return {a,
+          head / a.heads,
+          head % a.heads,
+          row,
+          head * a.rows + row,
+          split,
+          (int)(left < a.row_block ? left : a.row_block),
+          a.partial + index * a.row_block * a.value_pad,
+          a.state + index * a.row_block * 2};
+}
+
+// 32 tokens side by side and where they stand in the order of masks, scores and weights: tokens below `cut` from column
+// first, the others from column second. A tile of exact tokens may hold sinks and recent tokens.
+struct Columns {
+  int64_t first, second;
+  int cut, count;
+  uint32_t valid;
+};
+
+INLINE Columns packed_columns(const Attention &a, int64_t block, int64_t start, int64_t stop) {
+  int64_t left = a.length - block * TILE;
+  return {a.num_sinks + block * TILE, 0, TILE, (int)(left < TILE ? left : TILE), valid_tokens(block, start, stop)};
+}
+INLINE Columns exact_columns(const Attention &a, int64_t at, int count) {
+  int64_t cut = a.num_sinks - at;
+  cut = cut < 0 ? 0 : cut > count ? count : cut;
+  return {at, at + a.length, (int)cut, count, count == TILE ? ~0u : (1u << count) - 1};
+}
+
+// Calls run(token of the tile, count, column) for the one or two runs of columns.
+template <class Run>
+INLINE void for_columns(const Columns &c, Run run) {
+  int first = c.cut < c.count ? c.cut : c.count;
+  if (first > 0) run(0, first, c.first);
+  if (c.count > first) run(first, c.count - first, c.second + first);
+}
+
+INLINE int64_t query_head(const Task &t, int r) { return t.h * t.a.group + (t.row + r) / t.a.queries; }
+INLINE int64_t query_token(const Task &t, int r) { return (t.row + r) % t.a.queries; }
+
+INLINE void apply_mask(const Task &t, int r, const Columns &columns, float *logits) {
+  const Mask &m = t.a.mask;
+  int64_t at = t.b * m.stride[0] + query_head(t, r) * m.stride[1] + query_token(t, r) * m.stride[2], step = m.stride[3];
+  for_columns(columns, [&](int from, int count, int64_t column) {
+    float *x = logits + from;
+    if (m.boolean) {
+      const uint8_t *mask = (const uint8_t *)m.data + at + column * step;
+      for (int i = 0; i < count; i++) x[i] = mask[i * step] ? x[i] : -__builtin_inff();
+    } else {
+      const float *mask = (const float *)m.data + at + column * step;
+      for (int i = 0; i < count; i++) x[i] += mask[i * step];
+    }
+  });
+}
+
+// Logits [rows, 32] to weights exp(logit - maximum), in place; rescales what was summed before where a maximum rose.
+NOINLINE void weigh(const Task &t, const Columns &columns, const Scratch &w) {
+  const Attention &a = t.a;
+  for (int r = 0; r < t.rows; r++) {
+    float *x = w.weights + r * TILE, *sums = w.sums + r * TILE;
+    if (a.softcap != 0)
+      for (int i = 0; i < TILE; i += LANES) store(x + i, tanh_of(load(x + i) * splat(1 / a.softcap)) * splat(a.softcap));
+    if (a.mask.data) apply_mask(t, r, columns, x);
+    if (columns.valid != ~0u)
+      for (int i = 0; i < TILE; i++)
+        if (!(columns.valid >> i & 1)) x[i] = -__builtin_inff();
+    F top = load(x);
+    for (int i = LANES; i < TILE; i += LANES) top = maximum(top, load(x + i));
+    float maximum_now = reduce_max(top), before = w.maxima[r];
+    if (maximum_now > before) {
+      float by = before == -__builtin_inff() ? 0 : exp_one(before - maximum_now);
+      store(sums, load(sums) * splat(by));
+      scale_row(t.acc + r * a.value_pad, a.value_pad, by);
+      w.maxima[r] = before = maximum_now;
+    }
+    F base = splat(before == -__builtin_inff() ? 0 : before), sum = load(sums);
+    for (int i = 0; i < TILE; i += LANES) {
+      F p = exp_negative(load(x + i) - base);
+      store(x + i, p);
+      sum = sum + p;
+    }
+    store(sums, sum);
+  }
+}
+
+INLINE void begin(const Task &t, const Scratch &w, float maximum_before) {
+  fill(t.acc, (int64_t)t.rows * t.a.value_pad, 0);
+  fill(w.sums, t.rows * TILE, 0);
+  fill(w.maxima, t.rows, maximum_before);
+}
+INLINE void end(const Task &t, const Scratch &w) {
+  for (int r = 0; r < t.rows; r++) {
+    t.state[2 * r] = w.maxima[r];
+    t.state[2 * r + 1] = reduce_add(load(w.sums + r * TILE));
+  }
+}

@@ -1,0 +1,60 @@
+// Tensors of the operators to the plain structs of kernels.h, with checks that name the argument, the rule and the value.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "kernels.h"
+
+namespace kvq {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+#define KVQ_CHECK(condition, name, rule, value) STD_TORCH_CHECK(condition, name, " must ", rule, ", got ", value)
+
+std::string text(const Tensor &x);  // "float32 [1, 8, 32, 128]"
+int64_t size_at(const Tensor &x, int64_t dim);
+
+// A dense float tensor with these sizes (-1: any) and a contiguous last dim.
+Dense dense_of(const char *name, const Tensor &x, std::vector<int64_t> sizes);
+// Strides of the leading dims of a float32 tensor.
+float *floats_of(const char *name, const Tensor &x, std::vector<int64_t> sizes, int64_t *strides);
+Dtype dtype_of(const char *name, const Tensor &x);
+
+Rotation rotation_of(const Tensor &signs, const Tensor &blocks, const Tensor &matrix, int64_t dim);
+// The nine tensors of a store for [batch, heads] that holds at least `tokens` tokens of `dim` coordinates.
+Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64_t batch, int64_t heads, int64_t tokens, int64_t dim);
+// The mask, broadcast to [batch, heads, queries, columns].
+Mask mask_of(const Tensor &mask, const std::vector<int64_t> &sizes);
+
+// Grow-only memory of a thread, aligned to 64 bytes: `call` for what all workers of a call share, `worker` for one worker.
+char *call_scratch(int64_t bytes);
+char *worker_scratch(int64_t bytes);
+
+// Runs run(i, scratch of the worker) for i = 0 .. count on torch's threads.
+template <class Run>
+void run_parallel(int64_t count, int64_t scratch, const Run &run) {
+  if (count <= 0) return;
+  torch::stable::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
+    char *memory = worker_scratch(scratch);
+    for (int64_t i = from; i < to; i++) run(i, memory);
+  });
+}
+
+// isa.cpp: the kernels of the instruction set in use.
+const Kernels &kernels();
+
+// plan.cpp: the parts of attend, qk and pv that are alike.
+void check_heads(Attention &a, const Tensor &q, const char *name, int64_t heads);
+void plan(Attention &a, bool with_queries);
+void run_tasks(const Attention &a, void (*task)(const Attention &, int64_t, char *));
+void run_prepare(const Attention &a);
+void run_finish(const Attention &a);
+
+}  // namespace kvq

@@ -1,0 +1,43 @@
+// Choice of the instruction set at run time. torch_kvq::_cpu_isa(name) names the one in use; a non-empty name chooses it.
+#include "checks.h"
+
+#include <atomic>
+
+namespace kvq {
+
+namespace {
+
+const Kernels *find(const std::string &name) {
+#if defined(__x86_64__)
+  if (name == "avx512" || name.empty())
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      return &avx512_kernels;
+  if (name == "avx2" || name.empty())
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return &avx2_kernels;
+#endif
+  return name == "scalar" || name.empty() ? &scalar_kernels : nullptr;
+}
+
+std::atomic<const Kernels *> in_use{nullptr};
+
+std::string cpu_isa(std::string name) {
+  if (!name.empty()) {
+    const Kernels *found = find(name);
+    KVQ_CHECK(found, "name", "be an instruction set of this machine among scalar, avx2, avx512", name);
+    in_use = found;
+  }
+  return kernels().name;
+}
+
+}  // namespace
+
+const Kernels &kernels() {
+  const Kernels *k = in_use.load(std::memory_order_relaxed);
+  if (!k) in_use = k = find("");
+  return *k;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvq, m) { m.def("_cpu_isa(str name) -> str"); }
+STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CompositeExplicitAutograd, m) { m.impl("_cpu_isa", TORCH_BOX(&cpu_isa)); }
+
+}  // namespace kvq

@@ -1,0 +1,127 @@
+// What the op files and the bodies share: plain structs and one table of functions per instruction set. No torch, no std.
+//
+// Rows: the G query heads of one key/value head and their M tokens are R = G * M rows that share every unpacked tile. Flat
+// row f = (b * H + h) * R + g * M + m counts them all. A tile is 32 tokens (or rows) wide everywhere, because 32 tokens are
+// one word of values and one or two vectors of any instruction set.
+#pragma once
+
+#include <stdint.h>
+
+#include "kvq/layout.h"
+
+namespace kvq {
+
+constexpr int TILE = 32;
+static_assert(TILE == BLOCK_LEN && TILE == WORD_BITS, "tiles, blocks and words are one size");
+
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
+
+struct Rotation {
+  int dim, rounds;
+  const float *signs;   // [rounds, D]
+  const float *blocks;  // [D/4, 4, 4] or null
+  const float *matrix;  // [D, D] or null
+  bool identity() const { return rounds == 0 && !blocks && !matrix; }
+};
+
+// One packed store. Strides are in elements; the last dim is contiguous.
+struct Store {
+  int dim, bits;
+  uint32_t *sign, *mag;
+  uint16_t *scale;
+  int64_t sign_stride[3];   // batch, head, token or block
+  int64_t mag_stride[4];    // batch, head, token or block, plane
+  int64_t scale_stride[2];  // batch, head
+  float levels[MAX_LEVELS];
+  const float *centre, *balance;  // [D] at [batch, head], null if absent
+  int64_t centre_stride[2], balance_stride[2];
+  Rotation rotation;
+};
+
+// A dense [B, H, N, D] tensor with a contiguous last dim.
+struct Dense {
+  char *data;
+  Dtype dtype;
+  int64_t stride[3];  // batch, head, token
+};
+
+struct Mask {
+  const void *data;  // null if absent
+  bool boolean;
+  int64_t stride[4];
+};
+
+// attend, qk and pv. Split s of a block of rows answers for packed tokens s * split_len .. (s+1) * split_len if s is below
+// packed_splits, else for exact tokens counted the same way. The sizes depend on shapes alone, never on the number of
+// threads, so that the results do not either.
+struct Attention {
+  Store keys, values;  // values unused when shared
+  bool shared;         // the values are the keys (MLA)
+  Dense q, p, exact_keys, exact_values, out;
+  float *lse;
+  int64_t lse_stride[3];
+  Mask mask;
+  const float *sink_logits;
+  bool normalise;  // finish divides by the softmax sum and writes lse
+  int64_t batch, heads, group, queries, rows;
+  int64_t start, length, num_sinks, exact_len;
+  int dim, value_dim, dim_pad, value_pad;  // padded to the tile
+  float scale, softcap;
+  int64_t row_block, row_blocks, split_len, packed_splits, exact_splits;
+  // Scratch of the call. A task is (b, h, block of rows, split).
+  float *query;    // [flat rows, dim_pad] q as float32
+  float *rotated;  // [flat rows, dim_pad] R (q * balance)
+  float *bias;     // [flat rows] q . centre
+  float *partial;  // [tasks, row_block, value_pad] sums of weights times values, packed ones before R^T
+  float *state;    // [tasks, row_block, 2] maximum of the logits, sum of the weights
+};
+
+struct Coding {
+  Store store;
+  bool along_tokens;
+  Dense x;
+  int64_t heads, start, tokens;
+  int rule;  // encode
+};
+
+struct Pieces {
+  int64_t pieces, heads, queries;
+  int dim;
+  const char *outs;
+  Dtype outs_dtype;
+  int64_t outs_stride[4];
+  const float *lses;
+  int64_t lses_stride[4];
+  Dense out;
+  float *lse;
+  int64_t lse_stride[3];
+};
+
+struct Kernels {
+  const char *name;
+  int lanes;
+  // Up to 32 vectors of one rotation. `scratch` as in scratch_bytes.
+  void (*rotate)(const Rotation &, bool inverse, const char *const *x, Dtype, char *const *out, Dtype, int count, char *scratch);
+  // One block of 32 tokens of one head; `block` counts from the block of `start`.
+  void (*encode)(const Coding &, int64_t batch, int64_t head, int64_t block, char *scratch);
+  void (*decode)(const Coding &, int64_t batch, int64_t head, int64_t block, char *scratch);
+  void (*prepare)(const Attention &, int64_t tile, char *scratch);  // 32 flat rows of queries
+  void (*attend)(const Attention &, int64_t task, char *scratch);
+  void (*qk)(const Attention &, int64_t task, char *scratch);
+  void (*pv)(const Attention &, int64_t task, char *scratch);
+  void (*finish)(const Attention &, int64_t tile, char *scratch);  // 32 flat rows of outputs
+  void (*merge)(const Pieces &, int64_t row, char *scratch);
+};
+
+// Scratch of one worker for head dims padded to `pad`: three tiles, words, bit columns, weights and two vectors.
+static inline int64_t scratch_bytes(int64_t pad) {
+  return 4 * (3 * TILE * pad + MAX_BITS * pad + TILE * MAX_BITS * (MAX_HEAD_DIM / WORD_BITS) + 2 * TILE * TILE + TILE + 2 * pad);
+}
+
+extern const Kernels scalar_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+#endif
+
+}  // namespace kvq

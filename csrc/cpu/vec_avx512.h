@@ -1,0 +1,58 @@
+// Vectors of sixteen floats: AVX-512 F, BW, VL, DQ.
+#pragma once
+
+typedef __m512 F;
+typedef __m512i U;
+typedef __mmask16 M;
+
+constexpr int LANES = 16, VECS = 2, MAX_ROWS = 8;
+
+INLINE F splat(float x) { return _mm512_set1_ps(x); }
+INLINE U splat_word(uint32_t x) { return _mm512_set1_epi32((int)x); }
+INLINE F zero() { return _mm512_setzero_ps(); }
+INLINE F load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void store(float *p, F x) { _mm512_storeu_ps(p, x); }
+INLINE U load_words(const uint32_t *p) { return _mm512_loadu_si512(p); }
+INLINE void store_words(uint32_t *p, U x) { _mm512_storeu_si512(p, x); }
+INLINE U as_words(F x) { return _mm512_castps_si512(x); }
+INLINE F as_floats(U x) { return _mm512_castsi512_ps(x); }
+
+INLINE U add_words(U a, U b) { return _mm512_add_epi32(a, b); }
+INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE M greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+INLINE F select(M m, F a, F b) { return _mm512_mask_blend_ps(m, b, a); }
+INLINE F maximum(F a, F b) { return _mm512_max_ps(a, b); }
+INLINE F absolute(F x) { return _mm512_abs_ps(x); }
+INLINE F square_root(F x) { return _mm512_sqrt_ps(x); }
+INLINE uint32_t lane_bits(M m) { return m; }
+INLINE float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+INLINE float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+
+template <int N>
+INLINE U shift(U x) {  // to the right, or to the left if N is negative
+  if constexpr (N > 0) return _mm512_srli_epi32(x, N);
+  if constexpr (N < 0) return _mm512_slli_epi32(x, -N);
+  return x;
+}
+INLINE U pick(uint32_t mask, U a, U b) { return _mm512_ternarylogic_epi32(splat_word(mask), a, b, 0xca); }
+
+struct Book {
+  F table;
+};
+INLINE Book make_book(const float *table) { return {load(table)}; }
+template <int BITS>
+INLINE F lookup(const Book &book, U codes) {  // the shuffle reads the low 4 bits of each lane
+  return _mm512_permutexvar_ps(codes, book.table);
+}
+
+INLINE F load_bfloat16(const uint16_t *p) {
+  return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+INLINE void store_bfloat16(uint16_t *p, F x) {  // to nearest, ties to even
+  U w = as_words(x);
+  U odd = _mm512_and_si512(_mm512_srli_epi32(w, 16), splat_word(1));
+  w = _mm512_srli_epi32(_mm512_add_epi32(w, _mm512_add_epi32(odd, splat_word(0x7fff))), 16);
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(w));
+}
+INLINE F load_float16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void store_float16(uint16_t *p, F x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }

@@ -1,0 +1,150 @@
+"""Builds the CPU kernels of ``csrc`` into ``torch_kvq/_lib`` next to the pure-Python package.
+
+The library needs g++ (or ``$CXX``) and ninja and the headers of the installed torch; it holds no Python and is loaded with
+``torch.ops.load_library``, so one file serves every Python and every torch from 2.11 on. Without a compiler the package
+installs all the same and runs its pure-torch reference. ``KVQ_NO_BUILD=1`` skips the build, ``KVQ_REQUIRE_BUILD=1`` makes
+a failure fatal.
+"""
+
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "libkvq_cpu.so"
+TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest torch the library runs on
+
+COMMON_FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wno-unknown-pragmas".split()
+X86_FLAGS = {
+    "body_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
+    "body_avx512.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mprefer-vector-width=512".split(),
+}
+
+
+class BuildError(RuntimeError):
+    """The library cannot be built here; the message says why."""
+
+
+def torch_root() -> Path:
+    """The installed torch package, found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("torch is not installed")
+    return Path(list(spec.submodule_search_locations)[0])
+
+
+def find_compiler() -> str:
+    """``$CXX``, or the first of g++ and clang++ on the path."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    for name in names:
+        if shutil.which(shlex.split(name)[0]):
+            return name
+    raise BuildError(f"no C++ compiler, looked for {', '.join(names)}")
+
+
+def find_ninja() -> str:
+    """ninja on the path or of the Python package."""
+    found = shutil.which("ninja")
+    if found:
+        return found
+    spec = importlib.util.find_spec("ninja")
+    if spec is not None:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    raise BuildError("no ninja")
+
+
+def ninja_text(root: Path, output: Path, compiler: str) -> str:
+    """A build.ninja to be run in ``root``: one object a source, each body with the flags of its instruction set."""
+    torch = torch_root()
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    mac = sys.platform == "darwin"
+    link = "-undefined dynamic_lookup" if mac else f"-L{torch / 'lib'} -Wl,--no-as-needed -ltorch_cpu"
+    lines = [
+        "ninja_required_version = 1.5",
+        "builddir = build/kvq",
+        f"cxx = {compiler}",
+        f"flags = {' '.join(COMMON_FLAGS)} -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -Icsrc/include -Icsrc/cpu",
+        f"torch = -isystem {torch / 'include'}",
+        "rule compile",
+        "  command = $cxx -MMD -MF $out.d $flags $isa -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = $cxx -shared $in -o $out {link}",
+    ]
+    objects = []
+    for source in sorted((root / "csrc" / "cpu").glob("*.cpp")):
+        body = source.name.startswith("body_")
+        if source.name in X86_FLAGS and not x86:
+            continue
+        objects.append(f"build/kvq/{source.stem}.o")
+        lines.append(f"build {objects[-1]}: compile csrc/cpu/{source.name}")
+        lines.append(f"  isa = {' '.join(X86_FLAGS.get(source.name, [])) if body else '$torch'}")
+    lines.append(f"build {output}: link {' '.join(objects)}")
+    return "\n".join([*lines, f"default {output}", ""])
+
+
+def build_library(root: Path = ROOT) -> Path:
+    """Builds or updates ``torch_kvq/_lib/libkvq_cpu.so`` under ``root`` and returns its path; raises ``BuildError``."""
+    output = Path("torch_kvq") / "_lib" / LIBRARY
+    text = ninja_text(root, output, find_compiler())
+    ninja = find_ninja()
+    build_dir = root / "build" / "kvq"
+    build_dir.mkdir(parents=True, exist_ok=True)
+    (root / output).parent.mkdir(parents=True, exist_ok=True)
+    build_file = build_dir / "build.ninja"
+    if not build_file.exists() or build_file.read_text() != text:
+        build_file.write_text(text)
+    jobs = os.environ.get("MAX_JOBS") or str(max(1, min(8, os.cpu_count() or 1)))
+    done = subprocess.run([ninja, "-f", str(build_file), "-j", jobs], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise BuildError("the compiler failed:\n" + done.stdout[-4000:])
+    return root / output
+
+
+def try_build(root: Path = ROOT) -> Path | None:
+    """As :func:`build_library`, but says what is missing and returns ``None`` unless ``KVQ_REQUIRE_BUILD`` is set."""
+    if os.environ.get("KVQ_NO_BUILD", "0") not in ("", "0"):
+        return None
+    try:
+        return build_library(root)
+    except (BuildError, OSError) as error:
+        if os.environ.get("KVQ_REQUIRE_BUILD", "0") not in ("", "0"):
+            raise
+        print(f"WARNING: torch_kvq: CPU kernels were not built ({error}). The pure-torch reference will run.", file=sys.stderr)
+        return None
+
+
+class BuildWithKernels(build_py):
+    """Python files as usual, after the library was built into the source tree (where an editable install finds it)."""
+
+    def run(self):
+        try_build()
+        super().run()
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for this platform and any Python 3 if it holds the library."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.root_is_pure = os.environ.get("KVQ_NO_BUILD", "0") not in ("", "0")
+
+    def get_tag(self):
+        _, _, name = super().get_tag()
+        return "py3", "none", name
+
+
+if __name__ == "__main__":
+    setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
