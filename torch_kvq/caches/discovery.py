@@ -5,57 +5,15 @@ import weakref
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
+from .hybrid import IsoQuantHybridLayer
 from .layer import IsoQuantLayer
 from .settings import IsoQuantSettings
 from .stats import CacheStats
 
-_MAX_FRAMES = 24
-
-
-class IsoQuantHybridLayer(LinearAttentionLayer, IsoQuantLayer):
-    """A layer with a linear-attention state and packed keys and values (Falcon-H1 and the like)."""
-
-    is_compileable = False
-    is_croppable = False
-
-    def __init__(self, settings, stats, index=0, number_of_states=1) -> None:
-        IsoQuantLayer.__init__(self, settings, stats, index)
-        _init_linear(self, number_of_states)
-        self.is_initialized = False
-
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        if len(args) == 2 and not kwargs:
-            IsoQuantLayer.lazy_initialization(self, *args)
-        else:
-            LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
-
-    def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
-        IsoQuantLayer.reset(self)
-
-    def reorder_cache(self, beam_idx) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        IsoQuantLayer.reorder_cache(self, beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        IsoQuantLayer.crop(self, tokens_to_remove)
-
-    def activate_past_recording(self) -> None:
-        LinearAttentionLayer.activate_past_recording(self)
-        IsoQuantLayer.activate_past_recording(self)
-
-
-def _init_linear(layer, number_of_states: int) -> None:
-    keep = dict(layer.__dict__)
-    try:
-        LinearAttentionLayer.__init__(layer, number_of_states=number_of_states)
-    except TypeError:  # transformers 5.17 has one state
-        LinearAttentionLayer.__init__(layer)
-    layer.__dict__.update({name: value for name, value in keep.items() if name != "is_initialized"})
+_MAX_FRAMES = 48
 
 
 def make_layers(config: PreTrainedConfig, settings: IsoQuantSettings, stats: CacheStats) -> list:
@@ -67,7 +25,7 @@ def make_layers(config: PreTrainedConfig, settings: IsoQuantSettings, stats: Cac
         if type(layer) is DynamicLayer:
             layer = IsoQuantLayer(settings, stats, index, rank)
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
-            layer = IsoQuantHybridLayer(settings, stats, index, getattr(layer, "number_of_states", 1))
+            layer = IsoQuantHybridLayer(settings, stats, index, layer.number_of_states)
         layers.append(layer)
     return layers
 
@@ -93,7 +51,7 @@ def prompt_is_chunked(depth: int = 2) -> bool:
 
 
 def module_of_caller(depth: int = 2) -> weakref.ref | None:
-    """The attention module that called ``update``, or ``None`` where it cannot be told."""
+    """The module two frames around ``depth``, that is the attention that called ``update``; ``None`` if it cannot be told."""
     for frame in _frames(depth + 1, 2):
         module = frame.f_locals.get("self")
         if isinstance(module, torch.nn.Module):

@@ -81,8 +81,6 @@ class IsoQuantCache(Cache):
             config = config_of_caller()
             if config is not None:
                 self._bind(config)
-                if self.settings.prefill == "auto" and prompt_is_chunked():
-                    self._defer()
         return self._layers
 
     @layers.setter
@@ -95,16 +93,27 @@ class IsoQuantCache(Cache):
         if layers:
             self._layers, self.layer_class_to_replicate = layers, None
 
-    def _defer(self) -> None:
-        for layer in self._packed_layers():
-            layer.deferred = True
-
     def _packed_layers(self) -> list[IsoQuantLayer]:
         return [layer for layer in self._layers if isinstance(layer, IsoQuantLayer)]
 
+    def _first_packed(self) -> int:
+        return next((index for index, layer in enumerate(self._layers) if isinstance(layer, IsoQuantLayer)), 0)
+
+    def _begin_forward(self) -> None:
+        """Called before the first packed layer of a forward takes its tokens."""
+        self._check_owner()
+        layers = self._packed_layers()
+        lengths = {layer.get_seq_length() for layer in layers}
+        if len(lengths) > 1:
+            self._undo_failed_forward(min(lengths))
+        if self.settings.prefill == "auto" and (not layers or layers[0].get_seq_length() == 0):
+            deferred = prompt_is_chunked(3)
+            for layer in layers:
+                layer.deferred = deferred
+
     def _check_owner(self) -> None:
         """Refuses a second model: its tokens would be mixed with those of the first."""
-        module = module_of_caller(3)
+        module = module_of_caller(4)
         owner = self._owner() if self._owner is not None else None
         if module is None or owner is module():
             return
@@ -114,6 +123,20 @@ class IsoQuantCache(Cache):
                 f"{type(owner).__name__}; call reset() first or use a new cache"
             )
         self._owner = module
+
+    def _undo_failed_forward(self, length: int) -> None:
+        """A forward that raised midway left its tokens in the first layers only: they are dropped."""
+        if length == 0:
+            Cache.reset(self)
+            return
+        others = [layer for layer in self._layers if not isinstance(layer, IsoQuantLayer) and resident_bytes(vars(layer))]
+        if others:
+            raise ValueError(
+                f"past_key_values holds the tokens of a forward that failed midway, and its {type(others[0]).__name__} cannot "
+                "be taken back: call reset()"
+            )
+        for layer in self._packed_layers():
+            layer.crop(length - layer.get_seq_length())
 
     # ---- transformers' interface
 
@@ -130,8 +153,8 @@ class IsoQuantCache(Cache):
                 "window, if the model has one, keeps all tokens. Pass IsoQuantCache(config=model.config).",
                 stacklevel=2,
             )
-        if layer_idx == 0 or not self._owner:
-            self._check_owner()
+        if layer_idx == self._first_packed():
+            self._begin_forward()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:

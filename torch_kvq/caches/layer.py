@@ -122,10 +122,6 @@ class IsoQuantLayer(CacheLayerMixin):
     def values(self) -> torch.Tensor | None:
         return self.handles(self.pieces())[1] if self.get_seq_length() else None
 
-    @property
-    def batch_size(self) -> int:
-        return self.exact.key_buffer.shape[0] if self.is_initialized and self.exact.key_buffer is not None else -1
-
     def get_seq_length(self, *args) -> int:
         return self.exact.length + (self.keys_store.length if self.keys_store is not None else 0)
 
@@ -157,7 +153,7 @@ class IsoQuantLayer(CacheLayerMixin):
             return
         row = mask[:, :, -1]
         row = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
-        self._visible = row.any(1).expand(self.batch_size, -1)
+        self._visible = row.any(1).expand(self.exact.keys.shape[0], -1)
 
     def saw_weights(self, weights: torch.Tensor) -> None:
         """Its softmax weights ``[B, Hq, M, T]`` where the mask was never shown (eager): padding has weight zero."""

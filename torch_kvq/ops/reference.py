@@ -135,7 +135,7 @@ def quantise(x: torch.Tensor, levels: torch.Tensor, rule: int) -> tuple[torch.Te
     norm = x.norm(dim=-1, keepdim=True)
     rms = norm * x.shape[-1] ** -0.5
     unit = x / rms.clamp_min(_EPS)
-    magnitude = torch.bucketize(unit.abs(), (levels[1:] + levels[:-1]) / 2)
+    magnitude = torch.bucketize(unit.abs().contiguous(), (levels[1:] + levels[:-1]) / 2)
     codes = magnitude + half * (unit < 0)
     value = code_values(codes, levels)
     dot = (unit * value).sum(-1, keepdim=True) * rms
