@@ -127,11 +127,15 @@ def try_build(root: Path = ROOT) -> Path | None:
 
 
 class BuildWithKernels(build_py):
-    """Python files as usual, after the library was built into the source tree (where an editable install finds it)."""
+    """Python files as usual, after the library was built into the source tree, where an editable install finds it."""
 
     def run(self):
-        try_build()
+        self.library = try_build()
         super().run()
+        if self.library and not self.editable_mode:
+            target = Path(self.build_lib) / "torch_kvq" / "_lib" / LIBRARY
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.library, target)
 
 
 class PlatformWheel(bdist_wheel):

@@ -27,26 +27,21 @@ NOINLINE void hadamard(float *x, int size) {
   if (size / half == 2) hadamard_pass<2>(x, size, half);
 }
 
-// Row d times sign[d], and times `norm` within the window.
-INLINE void apply_signs(float *x, int dim, const float *sign, int first, int last, float norm) {
-  for (int d = 0; d < dim; d++) scale_row(x + d * TILE, TILE, d >= first && d < last ? sign[d] * norm : sign[d]);
-}
-
 INLINE int largest_power_of_two(int n) {
   int power = 1;
   while (2 * power <= n) power *= 2;
   return power;
 }
 
-// One round: for each window (the first P coordinates, then the last P) the signs of all D, then the transform.
+// One round: each window in turn (the first P coordinates, then the last P) times its part of the signs, transformed.
 NOINLINE void mix(float *x, int dim, const float *sign, bool inverse) {
   int power = largest_power_of_two(dim), windows = power == dim ? 1 : 2;
   float norm = 1.0f / __builtin_sqrtf((float)power);
   for (int i = 0; i < windows; i++) {
     int first = (inverse ? windows - 1 - i : i) * (dim - power);
-    if (!inverse) apply_signs(x, dim, sign, first, first + power, norm);
-    hadamard(x + first * TILE, power);
-    if (inverse) apply_signs(x, dim, sign, first, first + power, norm);
+    if (inverse) hadamard(x + first * TILE, power);
+    for (int d = first; d < first + power; d++) scale_row(x + d * TILE, TILE, sign[d] * norm);
+    if (!inverse) hadamard(x + first * TILE, power);
   }
 }
 

@@ -1,4 +1,5 @@
 // Choice of the instruction set at run time. torch_kvq::_cpu_isa(name) names the one in use; a non-empty name chooses it.
+// torch_kvq::_cpu_isas() lists those of this machine, fastest first.
 #include "checks.h"
 
 #include <atomic>
@@ -29,6 +30,13 @@ std::string cpu_isa(std::string name) {
   return kernels().name;
 }
 
+std::string cpu_isas() {
+  std::string names;
+  for (const char *name : {"avx512", "avx2", "scalar"})
+    if (find(name)) names += (names.empty() ? "" : ",") + std::string(name);
+  return names;
+}
+
 }  // namespace
 
 const Kernels &kernels() {
@@ -37,7 +45,13 @@ const Kernels &kernels() {
   return *k;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvq, m) { m.def("_cpu_isa(str name) -> str"); }
-STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CompositeExplicitAutograd, m) { m.impl("_cpu_isa", TORCH_BOX(&cpu_isa)); }
+STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvq, m) {
+  m.def("_cpu_isa(str name) -> str");
+  m.def("_cpu_isas() -> str");
+}
+STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CompositeExplicitAutograd, m) {
+  m.impl("_cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("_cpu_isas", TORCH_BOX(&cpu_isas));
+}
 
 }  // namespace kvq

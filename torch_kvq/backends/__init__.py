@@ -1,0 +1,54 @@
+"""Backends: loaders of compiled kernels, and the report of what serves each operator."""
+
+import dataclasses
+
+import torch
+
+from ..ops.schemas import NAMES, NAMESPACE
+from . import native
+from .native import cpu_isa
+
+__all__ = ["Report", "Row", "cpu_isa", "native", "report"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One operator on one device: ``served_by`` an instruction set or ``reference``; ``skipped`` name to reason."""
+
+    op: str
+    device: str
+    served_by: str
+    skipped: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Rows of all operators; prints as a table."""
+
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, op: str) -> Row:
+        return next(row for row in self.rows if row.op == op)
+
+    def __str__(self) -> str:
+        table = [("op", "device", "served by", "skipped")]
+        for row in self.rows:
+            skipped = "; ".join(f"{name}: {reason}" for name, reason in row.skipped.items())
+            table.append((row.op, row.device, row.served_by, skipped or "-"))
+        widths = [max(len(line[i]) for line in table) for i in range(3)]
+        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[3]]) for line in table)
+
+    __repr__ = __str__
+
+
+def _row(op: str) -> Row:
+    compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", "CPU")
+    skipped = native.skipped()
+    if native.loaded() and not compiled:
+        skipped = {"compiled kernels": "the library does not hold this operator"}
+    return Row(op, "cpu", cpu_isa() if compiled else native.REFERENCE, skipped)
+
+
+def report() -> Report:
+    """What serves each operator on the CPU and why nothing faster does."""
+    return Report(tuple(_row(op) for op in NAMES))
