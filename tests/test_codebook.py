@@ -33,7 +33,7 @@ def boundaries(levels: list[float]) -> list[float]:
 def sphere_integral(f, low: float, high: float, dim: int) -> float:
     """Integral of ``f(t)`` over ``low .. high`` against the law of ``t = sqrt(D) u_1``, ``u`` uniform on the sphere.
 
-    The angle ``a`` of ``u_1 = sin a`` has density proportional to ``cos(a)^(D - 2)``: the area of a slice of the sphere.
+    The angle ``a`` of ``u_1 = sin a`` has density proportional to ``cos(a)^(D - 2)``, the area of a slice.
     """
     root = math.sqrt(dim)
     angles = [math.asin(min(edge / root, 1.0)) for edge in (low, high)]
