@@ -10,6 +10,7 @@ import torch
 from transformers import Cache
 
 from torch_kvq import IsoQuantCache
+from torch_kvq._requirements import cache_keyword
 from torch_kvq.caches.layer import IsoQuantLayer
 
 
@@ -39,7 +40,7 @@ def forced_logits(model, cache: Cache, pieces: list[torch.Tensor], attention_mas
             extra["attention_mask"] = attention_mask[:, :seen]
             places = attention_mask.long().cumsum(1) - 1
             extra["position_ids"] = places[:, seen - piece.shape[1] : seen].clamp_min(0)
-        logits.append(model(input_ids=piece, past_key_values=cache, use_cache=True, **extra).logits)
+        logits.append(model(input_ids=piece, use_cache=True, **{cache_keyword(): cache}, **extra).logits)
     return torch.cat(logits, 1)
 
 

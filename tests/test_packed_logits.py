@@ -6,6 +6,7 @@ import torch
 from oracle import forced_logits, oracle_cache, relative_error
 
 from torch_kvq import IsoQuantCache
+from torch_kvq._requirements import cache_keyword
 
 pytestmark = pytest.mark.versions
 
@@ -96,7 +97,8 @@ def test_float_mask_over_a_tree_of_candidates():
         forced_logits(model, cache, [ids, step])
         with torch.no_grad():
             places = torch.full((1, 4), 101)
-            got.append(model(input_ids=tree, attention_mask=mask, position_ids=places, past_key_values=cache).logits)
+            out = model(input_ids=tree, attention_mask=mask, position_ids=places, **{cache_keyword(): cache})
+            got.append(out.logits)
     assert relative_error(*got) <= TOLERANCE
 
 

@@ -5,7 +5,10 @@ from ._requirements import check_requirements
 check_requirements()
 
 from . import backends, ops  # noqa: E402
+from .attention import interface  # noqa: E402
 from .caches.isoquant import IsoQuantCache  # noqa: E402
+
+interface.register()
 
 __version__ = "0.1.0"
 __all__ = ["IsoQuantCache", "backends", "ops"]

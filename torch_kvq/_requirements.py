@@ -17,3 +17,10 @@ def check_requirements() -> None:
         if _release(package.__version__) < least:
             needed = ".".join(map(str, least))
             raise ImportError(f"torch_kvq needs {package.__name__} >={needed}, found {package.__version__}")
+
+
+def cache_keyword() -> str:
+    """The argument of ``model.forward`` that takes a cache: ``cache`` from transformers 5.24 on, before ``past_key_values``."""
+    import transformers
+
+    return "cache" if _release(transformers.__version__) >= (5, 24) else "past_key_values"

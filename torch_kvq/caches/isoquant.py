@@ -157,6 +157,18 @@ class IsoQuantCache(Cache):
             self._begin_forward()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that every packed layer holds; those of a forward that failed midway do not count."""
+        lengths = [layer.get_seq_length() for layer in self._packed_layers()]
+        return min(lengths) if lengths and layer_idx == 0 else super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask for ``layer_idx`` covers."""
+        layers = self.layers
+        if layer_idx < len(layers) and isinstance(layers[layer_idx], IsoQuantLayer):
+            return self.get_seq_length() + query_length, 0
+        return super().get_mask_sizes(query_length, layer_idx)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens.
 

@@ -7,6 +7,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from .._requirements import cache_keyword
+
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
@@ -85,7 +87,7 @@ def fidelity(
 
 def _log_probs(model, input_ids: torch.Tensor, cache: Cache, keep: int) -> torch.Tensor:
     """Log-probabilities after the last ``keep`` tokens, ``[B, keep, vocabulary]`` in the dtype of the logits or float32."""
-    out = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+    out = model(input_ids=input_ids, use_cache=True, logits_to_keep=keep, **{cache_keyword(): cache})
     return out.logits.float().log_softmax(-1)
 
 
