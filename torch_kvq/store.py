@@ -107,7 +107,7 @@ class PackedStore:
         """Replaces every tensor with a batch dim by ``function`` of it (reorder, repeat, select)."""
         for name in _PER_TOKEN + _PER_SEQUENCE:
             tensor = getattr(self, name)
-            if tensor.numel():
+            if tensor.ndim > 1:  # an absent part is an empty vector; a store without a token yet has a batch too
                 setattr(self, name, normal(function(tensor)))
 
 
@@ -160,4 +160,3 @@ class ExactStore:
     def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces keys and values by ``function`` of them (reorder, repeat, select)."""
         self.key_buffer, self.value_buffer = normal(function(self.key_buffer)), normal(function(self.value_buffer))
-        self._owned = True
