@@ -1,9 +1,9 @@
 """Builds the CPU kernels of ``csrc`` into ``torch_kvq/_lib`` next to the pure-Python package.
 
-The library needs g++ (or ``$CXX``) and ninja and the headers of the installed torch; it holds no Python and is loaded with
-``torch.ops.load_library``, so one file serves every Python and every torch from 2.11 on. Without a compiler the package
-installs all the same and runs its pure-torch reference. ``KVQ_NO_BUILD=1`` skips the build, ``KVQ_REQUIRE_BUILD=1`` makes
-a failure fatal.
+The library needs g++ (or ``$CXX``) and ninja and the headers of the installed torch; it holds no Python and is loaded
+with ``torch.ops.load_library``, so one file serves every Python and every torch from 2.11 on. Without a compiler the
+package installs all the same and runs its pure-torch reference. ``KVQ_NO_BUILD=1`` skips the build,
+``KVQ_REQUIRE_BUILD=1`` makes a failure fatal.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest torch the librar
 COMMON_FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wno-unknown-pragmas".split()
 X86_FLAGS = {
     "body_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
-    "body_avx512.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mprefer-vector-width=512".split(),
+    "body_avx512.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split(),
 }
 
 
@@ -107,9 +107,9 @@ def build_library(root: Path = ROOT) -> Path:
     if not build_file.exists() or build_file.read_text() != text:
         build_file.write_text(text)
     jobs = os.environ.get("MAX_JOBS") or str(max(1, min(8, os.cpu_count() or 1)))
-    done = subprocess.run([ninja, "-f", str(build_file), "-j", jobs], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run([ninja, "-f", str(build_file), "-j", jobs], cwd=root, capture_output=True, text=True)
     if done.returncode:
-        raise BuildError("the compiler failed:\n" + done.stdout[-4000:])
+        raise BuildError("the compiler failed:\n" + (done.stdout + done.stderr)[-4000:])
     return root / output
 
 
@@ -122,7 +122,8 @@ def try_build(root: Path = ROOT) -> Path | None:
     except (BuildError, OSError) as error:
         if os.environ.get("KVQ_REQUIRE_BUILD", "0") not in ("", "0"):
             raise
-        print(f"WARNING: torch_kvq: CPU kernels were not built ({error}). The pure-torch reference will run.", file=sys.stderr)
+        message = f"WARNING: torch_kvq: CPU kernels were not built ({error}). The pure-torch reference will run."
+        print(message, file=sys.stderr)
         return None
 
 

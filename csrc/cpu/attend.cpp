@@ -6,13 +6,15 @@ namespace kvq {
 
 namespace {
 
-void attend(const Tensor &q, const Tensors &keys, const Tensors &values, const Tensor &exact_keys, const Tensor &exact_values,
-            const std::optional<Tensor> &mask, const std::optional<Tensor> &sink_logits, int64_t start, int64_t length, int64_t num_sinks,
-            double scale, double softcap, const Tensor &out, const Tensor &lse) {
+void attend(const Tensor &q, const Tensors &keys, const Tensors &values, const Tensor &exact_keys,
+            const Tensor &exact_values, const std::optional<Tensor> &mask, const std::optional<Tensor> &sink_logits,
+            int64_t start, int64_t length, int64_t num_sinks, double scale, double softcap, const Tensor &out,
+            const Tensor &lse) {
   Attention a{};
   a.length = length, a.start = start, a.num_sinks = num_sinks, a.exact_len = size_at(exact_keys, 2);
   a.scale = (float)scale, a.softcap = (float)softcap, a.normalise = true, a.shared = values.empty();
-  int64_t batch = size_at(q, 0), heads = size_at(exact_keys, 1), dim = size_at(q, 3), value_dim = a.shared ? dim : size_at(exact_values, 3);
+  int64_t batch = size_at(q, 0), heads = size_at(exact_keys, 1), dim = size_at(q, 3),
+          value_dim = a.shared ? dim : size_at(exact_values, 3);
   check_heads(a, q, "q", heads);
   KVQ_CHECK(start >= 0 && start <= length, "start", "be from 0 to length", start);
   a.dim = (int)dim, a.value_dim = (int)value_dim;

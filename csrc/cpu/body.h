@@ -6,7 +6,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 32")
+#define UNROLL_FOR(...) _Pragma("GCC unroll 32") for (__VA_ARGS__)
 #define KVQ_JOIN_(a, b) a##b
 #define KVQ_JOIN(a, b) KVQ_JOIN_(a, b)
 

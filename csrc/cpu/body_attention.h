@@ -34,7 +34,8 @@ static void prepare(const Attention &a, int64_t tile, char *scratch) {
 }
 
 // weights [rows, 32] = by * (scale[token] * (R q) . code values + bias) for a block of packed keys.
-INLINE void packed_scores(const Task &t, const Planes &planes, const Book &book, const float *scale, float by, const Scratch &w) {
+INLINE void packed_scores(const Task &t, const Planes &planes, const Book &book, const float *scale, float by,
+                          const Scratch &w) {
   const Attention &a = t.a;
   const float *query = a.rotated + t.flat * a.dim_pad;
   int words = (int)ceil_div(a.dim, WORD_BITS);
@@ -57,9 +58,11 @@ INLINE void packed_scores(const Task &t, const Planes &planes, const Book &book,
 }
 
 // acc [rows, value_pad] += weights [rows, 32] times the code values of a block.
-INLINE void packed_sums(const Task &t, const Store &s, const Planes &planes, const Book &book, const float *scale, const Scratch &w) {
+INLINE void packed_sums(const Task &t, const Store &s, const Planes &planes, const Book &book, const float *scale,
+                        const Scratch &w) {
   for (int r = 0; r < t.rows; r++)
-    for (int i = 0; i < TILE; i += LANES) store(w.weights + r * TILE + i, load(w.weights + r * TILE + i) * load(scale + i));
+    for (int i = 0; i < TILE; i += LANES)
+      store(w.weights + r * TILE + i, load(w.weights + r * TILE + i) * load(scale + i));
   int pad = t.a.value_pad;
   if (t.rows <= MAX_ROWS) {
     packed_product(s.bits, t.rows, planes, 1, pad, w.weights, TILE, book, t.acc, pad);
@@ -96,7 +99,8 @@ struct Range {
 };
 INLINE Range tokens_of(const Task &t) {
   bool packed = t.split < t.a.packed_splits;
-  int64_t from = (packed ? t.split : t.split - t.a.packed_splits) * t.a.split_len, end = packed ? t.a.length : t.a.exact_len;
+  int64_t from = (packed ? t.split : t.split - t.a.packed_splits) * t.a.split_len,
+          end = packed ? t.a.length : t.a.exact_len;
   return {from, from + t.a.split_len < end ? from + t.a.split_len : end};
 }
 INLINE int tile_count(int64_t at, int64_t end) { return (int)(end - at < TILE ? end - at : TILE); }
@@ -137,7 +141,8 @@ static void qk(const Attention &a, int64_t index, char *scratch) {
   bool packed = t.split < a.packed_splits;
   Book book = book_of(a.keys);
   for (int64_t at = range.from; at < range.to; at += TILE) {
-    Columns columns = packed ? packed_columns(a, at / TILE, 0, a.length) : exact_columns(a, at, tile_count(at, range.to));
+    Columns columns =
+        packed ? packed_columns(a, at / TILE, 0, a.length) : exact_columns(a, at, tile_count(at, range.to));
     if (packed) {
       load_scales(a.keys, t.b, t.h, at / TILE, columns.valid, w.vector);
       packed_scores(t, load_key_words(a.keys, t.b, t.h, at / TILE, w.words), book, w.vector, 1, w);
@@ -161,7 +166,8 @@ static void pv(const Attention &a, int64_t index, char *scratch) {
   Book book = book_of(a.values);
   begin(t, w, 0);
   for (int64_t at = range.from; at < range.to; at += TILE) {
-    Columns columns = packed ? packed_columns(a, at / TILE, 0, a.length) : exact_columns(a, at, tile_count(at, range.to));
+    Columns columns =
+        packed ? packed_columns(a, at / TILE, 0, a.length) : exact_columns(a, at, tile_count(at, range.to));
     for (int r = 0; r < t.rows; r++) {
       float *p = w.weights + r * TILE;
       const char *row = row_at(a.p, t.b, query_head(t, r), query_token(t, r));

@@ -19,7 +19,7 @@ struct Quantiser {
     for (int c = 0; c < TILE; c += LANES) {
       F u = load(row + c) * load(inverse_rms + c), a = absolute(u), value = level[0];
       sign |= lane_bits(greater(zero(), u)) << c;
-      UNROLL for (int k = 0; k < edges; k++) {
+      UNROLL_FOR (int k = 0; k < edges; k++) {
         M m = greater(a, edge[k]);
         value = select(m, level[k + 1], value);
         above[k] |= lane_bits(m) << c;
@@ -28,9 +28,9 @@ struct Quantiser {
       store(square + c, fma(value, value, load(square + c)));
     }
     // A count in unary to binary: bit p is the parity of every 2^p-th comparison.
-    UNROLL for (int p = 0; p + 1 < BITS; p++) {
+    UNROLL_FOR (int p = 0; p + 1 < BITS; p++) {
       word[p] = 0;
-      UNROLL for (int k = (1 << p) - 1; k < edges; k += 1 << p) word[p] ^= above[k];
+      UNROLL_FOR (int k = (1 << p) - 1; k < edges; k += 1 << p) word[p] ^= above[k];
     }
     word[BITS - 1] = sign;
   }
@@ -38,7 +38,8 @@ struct Quantiser {
 
 // Codes of a rotated tile in value order, and `dot` = <|u|, value>, `square` = |value|^2 of every token.
 template <int BITS>
-NOINLINE void quantise(const Store &s, const float *tile, const float *inverse_rms, uint32_t *words, float *dot, float *square) {
+NOINLINE void quantise(const Store &s, const float *tile, const float *inverse_rms, uint32_t *words, float *dot,
+                       float *square) {
   Quantiser<BITS> quantiser(s.levels);
   int pad = padded(s.dim);
   for (int d = 0; d < pad; d++) {
@@ -59,7 +60,8 @@ INLINE float scale_of(int rule, float norm, float rms, float dot, float square) 
 }
 
 // (x - centre) / balance of the valid tokens as a tile.
-INLINE void load_centred(const Coding &c, int64_t b, int64_t h, int64_t first, uint32_t valid, const Scratch &w, float *tile) {
+INLINE void load_centred(const Coding &c, int64_t b, int64_t h, int64_t first, uint32_t valid, const Scratch &w,
+                         float *tile) {
   const Store &s = c.store;
   const float *centre = s.centre ? s.centre + b * s.centre_stride[0] + h * s.centre_stride[1] : nullptr;
   const float *balance = s.balance ? s.balance + b * s.balance_stride[0] + h * s.balance_stride[1] : nullptr;

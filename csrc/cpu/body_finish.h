@@ -65,7 +65,8 @@ static void merge(const Pieces &p, int64_t row, char *scratch) {
   Scratch w = carve(scratch, pad);
   int64_t b = row / p.queries / p.heads, h = row / p.queries % p.heads, m = row % p.queries;
   const float *lses = p.lses + b * p.lses_stride[1] + h * p.lses_stride[2] + m * p.lses_stride[3];
-  const char *outs = p.outs + element_size(p.outs_dtype) * (b * p.outs_stride[1] + h * p.outs_stride[2] + m * p.outs_stride[3]);
+  const char *outs =
+      p.outs + element_size(p.outs_dtype) * (b * p.outs_stride[1] + h * p.outs_stride[2] + m * p.outs_stride[3]);
   float top = -__builtin_inff(), mass = 0;
   for (int64_t i = 0; i < p.pieces; i++) top = lses[i * p.lses_stride[0]] > top ? lses[i * p.lses_stride[0]] : top;
   fill(w.vector, pad, 0);

@@ -10,7 +10,9 @@ INLINE const uint32_t *plane_at(const Store &s, int64_t b, int64_t h, int64_t at
   if (plane == s.bits - 1) return s.sign + b * s.sign_stride[0] + h * s.sign_stride[1] + at * s.sign_stride[2];
   return s.mag + b * s.mag_stride[0] + h * s.mag_stride[1] + at * s.mag_stride[2] + plane * s.mag_stride[3];
 }
-INLINE int64_t plane_stride(const Store &s, int plane) { return plane == s.bits - 1 ? s.sign_stride[2] : s.mag_stride[2]; }
+INLINE int64_t plane_stride(const Store &s, int plane) {
+  return plane == s.bits - 1 ? s.sign_stride[2] : s.mag_stride[2];
+}
 
 INLINE int num_columns(const Store &s) { return (int)round_up(s.bits * ceil_div(s.dim, WORD_BITS), 16); }
 
@@ -66,7 +68,8 @@ NOINLINE void transpose_bits(uint32_t *x, int columns) {
 }
 
 // Keys of a block in value order (MLA: the keys are the values).
-NOINLINE Planes load_shared_words(const Store &s, int64_t b, int64_t h, int64_t block, uint32_t *words, uint32_t *columns) {
+NOINLINE Planes load_shared_words(const Store &s, int64_t b, int64_t h, int64_t block, uint32_t *words,
+                                  uint32_t *columns) {
   int num_words = (int)ceil_div(s.dim, WORD_BITS), width = num_columns(s), pad = padded(s.dim);
   Planes planes;
   for (int p = 0; p < s.bits; p++) {
@@ -85,7 +88,8 @@ NOINLINE Planes load_shared_words(const Store &s, int64_t b, int64_t h, int64_t 
 }
 
 // Value order to the tokens in `valid` of a block of keys; `columns` is scratch.
-NOINLINE void store_key_words(const Store &s, int64_t b, int64_t h, int64_t block, uint32_t valid, const uint32_t *words, uint32_t *columns) {
+NOINLINE void store_key_words(const Store &s, int64_t b, int64_t h, int64_t block, uint32_t valid,
+                              const uint32_t *words, uint32_t *columns) {
   int num_words = (int)ceil_div(s.dim, WORD_BITS), width = num_columns(s), pad = padded(s.dim);
   for (int p = 0; p < s.bits; p++)
     for (int w = 0; w < num_words; w++)
@@ -100,7 +104,8 @@ NOINLINE void store_key_words(const Store &s, int64_t b, int64_t h, int64_t bloc
 }
 
 // Value order to a block of values: bits of tokens in `kept` stay, those in `valid` are new, the rest become zero.
-INLINE void store_value_words(const Store &s, int64_t b, int64_t h, int64_t block, uint32_t kept, uint32_t valid, const uint32_t *words) {
+INLINE void store_value_words(const Store &s, int64_t b, int64_t h, int64_t block, uint32_t kept, uint32_t valid,
+                              const uint32_t *words) {
   int pad = padded(s.dim);
   for (int p = 0; p < s.bits; p++) {
     uint32_t *to = (uint32_t *)plane_at(s, b, h, block, p);

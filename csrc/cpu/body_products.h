@@ -1,9 +1,10 @@
 // The one inner loop of the library: out[r][lane] += sum over positions of coef[r][position] * x[position][lane].
 //
-// x is a float tile or 32 positions of packed codes. For scores the lanes are tokens, the positions are dims and coef is the
-// rotated query; for values the lanes are dims, the positions are tokens and coef is the weights: keys packed along D and
-// values along T have the same shape here, one word of each plane a lane. Codes become floats in registers: four words of
-// nibbles (a few shifts and selects), then one shift and one shuffle a vector, shared by all rows of the group.
+// x is a float tile or 32 positions of packed codes. For scores the lanes are tokens, the positions are dims and coef
+// is the rotated query; for values the lanes are dims, the positions are tokens and coef is the weights: keys packed
+// along D and values along T have the same shape here, one word of each plane a lane. Codes become floats in registers:
+// four words of nibbles (a few shifts and selects), then one shift and one shuffle a vector, shared by all rows of the
+// group.
 #pragma once
 
 constexpr int PANEL = LANES * VECS;  // lanes that one pass holds in registers; divides 32
@@ -32,28 +33,30 @@ INLINE Book book_of(const Store &s) {
 }
 
 template <int BITS, int ROWS, int J>
-INLINE void packed_quarter(const U (&plane)[VECS][BITS], const float *coef, int64_t ldc, const Book &book, F (&acc)[ROWS][VECS]) {
+INLINE void packed_quarter(const U (&plane)[VECS][BITS], const float *coef, int64_t ldc, const Book &book,
+                           F (&acc)[ROWS][VECS]) {
   U n[VECS];
-  UNROLL for (int v = 0; v < VECS; v++) n[v] = nibbles<BITS, J>(plane[v]);
-  UNROLL for (int k = 0; k < 8; k++) {
+  UNROLL_FOR (int v = 0; v < VECS; v++) n[v] = nibbles<BITS, J>(plane[v]);
+  UNROLL_FOR (int k = 0; k < 8; k++) {
     F x[VECS];
-    UNROLL for (int v = 0; v < VECS; v++) {
+    UNROLL_FOR (int v = 0; v < VECS; v++) {
       x[v] = lookup<BITS>(book, n[v]);
       n[v] = shift<4>(n[v]);
     }
-    UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL_FOR (int r = 0; r < ROWS; r++) {
       F c = splat(coef[r * ldc + 4 * k + J]);
-      UNROLL for (int v = 0; v < VECS; v++) acc[r][v] = fma(c, x[v], acc[r][v]);
+      UNROLL_FOR (int v = 0; v < VECS; v++) acc[r][v] = fma(c, x[v], acc[r][v]);
     }
   }
 }
 
 // 32 positions of one panel.
 template <int BITS, int ROWS>
-INLINE void packed_panel(const Planes &planes, int64_t at, const float *coef, int64_t ldc, const Book &book, F (&acc)[ROWS][VECS]) {
+INLINE void packed_panel(const Planes &planes, int64_t at, const float *coef, int64_t ldc, const Book &book,
+                         F (&acc)[ROWS][VECS]) {
   U plane[VECS][BITS];
-  UNROLL for (int v = 0; v < VECS; v++)
-    UNROLL for (int b = 0; b < BITS; b++) plane[v][b] = load_words(planes.at[b] + at + v * LANES);
+  UNROLL_FOR (int v = 0; v < VECS; v++)
+    UNROLL_FOR (int b = 0; b < BITS; b++) plane[v][b] = load_words(planes.at[b] + at + v * LANES);
   packed_quarter<BITS, ROWS, 0>(plane, coef, ldc, book, acc);
   packed_quarter<BITS, ROWS, 1>(plane, coef, ldc, book, acc);
   packed_quarter<BITS, ROWS, 2>(plane, coef, ldc, book, acc);
@@ -62,18 +65,19 @@ INLINE void packed_panel(const Planes &planes, int64_t at, const float *coef, in
 
 template <int ROWS>
 INLINE void load_panel(const float *x, int64_t ldx, F (&acc)[ROWS][VECS]) {
-  UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int v = 0; v < VECS; v++) acc[r][v] = load(x + r * ldx + v * LANES);
+  UNROLL_FOR (int r = 0; r < ROWS; r++)
+    UNROLL_FOR (int v = 0; v < VECS; v++) acc[r][v] = load(x + r * ldx + v * LANES);
 }
 template <int ROWS>
 INLINE void store_panel(float *x, int64_t ldx, const F (&acc)[ROWS][VECS]) {
-  UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int v = 0; v < VECS; v++) store(x + r * ldx + v * LANES, acc[r][v]);
+  UNROLL_FOR (int r = 0; r < ROWS; r++)
+    UNROLL_FOR (int v = 0; v < VECS; v++) store(x + r * ldx + v * LANES, acc[r][v]);
 }
 
 // out[r][0 .. width) += over `words` words of each lane; word w lies 32 lanes after word w - 1.
 template <int BITS, int ROWS>
-NOINLINE void packed_rows(const Planes &planes, int words, int width, const float *coef, int64_t ldc, const Book &book, float *out, int64_t ldo) {
+NOINLINE void packed_rows(const Planes &planes, int words, int width, const float *coef, int64_t ldc, const Book &book,
+                          float *out, int64_t ldo) {
   for (int lane = 0; lane < width; lane += PANEL) {
     F acc[ROWS][VECS];
     load_panel(out + lane, ldo, acc);
@@ -84,17 +88,18 @@ NOINLINE void packed_rows(const Planes &planes, int words, int width, const floa
 
 // out[r][0 .. width) += over `count` positions of a float tile.
 template <int ROWS>
-NOINLINE void dense_rows(const float *x, int64_t ldx, int count, int width, const float *coef, int64_t ldc, int64_t step, float *out, int64_t ldo) {
+NOINLINE void dense_rows(const float *x, int64_t ldx, int count, int width, const float *coef, int64_t ldc,
+                         int64_t step, float *out, int64_t ldo) {
   for (int lane = 0; lane < width; lane += PANEL) {
     F acc[ROWS][VECS];
     load_panel(out + lane, ldo, acc);
     const float *at = x + lane, *c = coef;
     for (int k = 0; k < count; k++, at += ldx, c += step) {
       F value[VECS];
-      UNROLL for (int v = 0; v < VECS; v++) value[v] = load(at + v * LANES);
-      UNROLL for (int r = 0; r < ROWS; r++) {
+      UNROLL_FOR (int v = 0; v < VECS; v++) value[v] = load(at + v * LANES);
+      UNROLL_FOR (int r = 0; r < ROWS; r++) {
         F by = splat(c[r * ldc]);
-        UNROLL for (int v = 0; v < VECS; v++) acc[r][v] = fma(by, value[v], acc[r][v]);
+        UNROLL_FOR (int v = 0; v < VECS; v++) acc[r][v] = fma(by, value[v], acc[r][v]);
       }
     }
     store_panel(out + lane, ldo, acc);
@@ -106,11 +111,16 @@ template <class Call>
 INLINE void in_groups(int rows, Call call) {
   for (int r = 0; r < rows;) {
     int left = rows - r;
-    if (MAX_ROWS == 8 && left >= 8) call.template with<MAX_ROWS>(r), r += 8;
-    else if (left >= 4) call.template with<4>(r), r += 4;
-    else if (left == 3) call.template with<3>(r), r += 3;
-    else if (left == 2) call.template with<2>(r), r += 2;
-    else call.template with<1>(r), r += 1;
+    if (MAX_ROWS == 8 && left >= 8)
+      call.template with<MAX_ROWS>(r), r += 8;
+    else if (left >= 4)
+      call.template with<4>(r), r += 4;
+    else if (left == 3)
+      call.template with<3>(r), r += 3;
+    else if (left == 2)
+      call.template with<2>(r), r += 2;
+    else
+      call.template with<1>(r), r += 1;
   }
 }
 
@@ -143,11 +153,13 @@ struct PackedCall {
   }
 };
 
-INLINE void dense_product(int rows, const float *x, int64_t ldx, int count, int width, const float *coef, int64_t ldc, int64_t step, float *out, int64_t ldo) {
+INLINE void dense_product(int rows, const float *x, int64_t ldx, int count, int width, const float *coef, int64_t ldc,
+                          int64_t step, float *out, int64_t ldo) {
   in_groups(rows, DenseCall{x, ldx, count, width, coef, ldc, step, out, ldo});
 }
 
-INLINE void packed_product(int bits, int rows, const Planes &planes, int words, int width, const float *coef, int64_t ldc, const Book &book, float *out, int64_t ldo) {
+INLINE void packed_product(int bits, int rows, const Planes &planes, int words, int width, const float *coef,
+                           int64_t ldc, const Book &book, float *out, int64_t ldo) {
   if (bits == 2) in_groups(rows, PackedCall<2>{planes, words, width, coef, ldc, book, out, ldo});
   if (bits == 3) in_groups(rows, PackedCall<3>{planes, words, width, coef, ldc, book, out, ldo});
   if (bits == 4) in_groups(rows, PackedCall<4>{planes, words, width, coef, ldc, book, out, ldo});
@@ -156,7 +168,7 @@ INLINE void packed_product(int bits, int rows, const Planes &planes, int words, 
 template <int BITS, int J>
 INLINE void expand_quarter(const U *plane, const Book &book, float *out, int64_t ldo) {
   U n = nibbles<BITS, J>(plane);
-  UNROLL for (int k = 0; k < 8; k++) {
+  UNROLL_FOR (int k = 0; k < 8; k++) {
     store(out + (4 * k + J) * ldo, lookup<BITS>(book, n));
     n = shift<4>(n);
   }

@@ -7,15 +7,15 @@ INLINE void hadamard_pass(float *x, int size, int half) {
     for (int i = base; i < base + half; i++)
       for (int c = 0; c < TILE; c += LANES) {
         F v[RADIX];
-        UNROLL for (int j = 0; j < RADIX; j++) v[j] = load(x + (i + j * half) * TILE + c);
-        UNROLL for (int step = 1; step < RADIX; step *= 2)
-          UNROLL for (int j = 0; j < RADIX; j++)
+        UNROLL_FOR (int j = 0; j < RADIX; j++) v[j] = load(x + (i + j * half) * TILE + c);
+        UNROLL_FOR (int step = 1; step < RADIX; step *= 2)
+          UNROLL_FOR (int j = 0; j < RADIX; j++)
             if (!(j & step)) {
               F low = v[j], high = v[j + step];
               v[j] = low + high;
               v[j + step] = low - high;
             }
-        UNROLL for (int j = 0; j < RADIX; j++) store(x + (i + j * half) * TILE + c, v[j]);
+        UNROLL_FOR (int j = 0; j < RADIX; j++) store(x + (i + j * half) * TILE + c, v[j]);
       }
 }
 
@@ -49,12 +49,13 @@ NOINLINE void apply_blocks(float *x, int dim, const float *blocks, bool inverse)
   for (int n = 0; n < dim; n += 4, blocks += 16)
     for (int c = 0; c < TILE; c += LANES) {
       F v[4], y[4];
-      UNROLL for (int i = 0; i < 4; i++) v[i] = load(x + (n + i) * TILE + c);
-      UNROLL for (int i = 0; i < 4; i++) {
+      UNROLL_FOR (int i = 0; i < 4; i++) v[i] = load(x + (n + i) * TILE + c);
+      UNROLL_FOR (int i = 0; i < 4; i++) {
         y[i] = zero();
-        UNROLL for (int j = 0; j < 4; j++) y[i] = fma(splat(inverse ? blocks[4 * j + i] : blocks[4 * i + j]), v[j], y[i]);
+        UNROLL_FOR (int j = 0; j < 4; j++)
+          y[i] = fma(splat(inverse ? blocks[4 * j + i] : blocks[4 * i + j]), v[j], y[i]);
       }
-      UNROLL for (int i = 0; i < 4; i++) store(x + (n + i) * TILE + c, y[i]);
+      UNROLL_FOR (int i = 0; i < 4; i++) store(x + (n + i) * TILE + c, y[i]);
     }
 }
 
@@ -84,7 +85,8 @@ INLINE void rotate_rows(const Rotation &r, bool inverse, float *rows, int pad, f
   transpose(tile, TILE, pad, TILE, rows, pad);
 }
 
-static void rotate(const Rotation &r, bool inverse, const char *const *x, Dtype x_dtype, char *const *out, Dtype out_dtype, int count, char *scratch) {
+static void rotate(const Rotation &r, bool inverse, const char *const *x, Dtype x_dtype, char *const *out,
+                   Dtype out_dtype, int count, char *scratch) {
   int pad = padded(r.dim);
   Scratch s = carve(scratch, pad);
   fill(s.a, TILE * pad, 0);

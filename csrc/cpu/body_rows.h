@@ -3,12 +3,12 @@
 
 struct Scratch {
   int pad;
-  float *a, *b, *c;            // tiles [32, pad] or [pad, 32]
-  float *weights;              // [rows <= 32, 32]
-  float *sums;                 // [rows <= 32, 32], LANES used
-  float *maxima;               // [32]
-  float *vector, *vector2;     // [pad]
-  uint32_t *words, *columns;   // [MAX_BITS, pad], [32, MAX_BITS * 16]
+  float *a, *b, *c;           // tiles [32, pad] or [pad, 32]
+  float *weights;             // [rows <= 32, 32]
+  float *sums;                // [rows <= 32, 32], LANES used
+  float *maxima;              // [32]
+  float *vector, *vector2;    // [pad]
+  uint32_t *words, *columns;  // [MAX_BITS, pad], [32, MAX_BITS * 16]
 };
 
 INLINE Scratch carve(char *memory, int pad) {
@@ -47,9 +47,11 @@ NOINLINE void load_row(const char *x, Dtype dtype, int n, float *to) {
   if (dtype == FLOAT32) {
     __builtin_memcpy(to, x, 4 * (int64_t)n);
   } else if (dtype == BFLOAT16) {
-    convert_in<uint16_t>(x, n, to, [](const uint16_t *p) { return load_bfloat16(p); }, [](uint16_t h) { return from_bfloat16(h); });
+    convert_in<uint16_t>(
+        x, n, to, [](const uint16_t *p) { return load_bfloat16(p); }, [](uint16_t h) { return from_bfloat16(h); });
   } else {
-    convert_in<uint16_t>(x, n, to, [](const uint16_t *p) { return load_float16(p); }, [](uint16_t h) { return from_float16(h); });
+    convert_in<uint16_t>(
+        x, n, to, [](const uint16_t *p) { return load_float16(p); }, [](uint16_t h) { return from_float16(h); });
   }
 }
 
@@ -104,7 +106,8 @@ INLINE F exp_negative(F x) {
   p = fma(p, r, splat(0.5f));
   p = fma(p, r, splat(1.0f));
   p = fma(p, r, splat(1.0f));
-  return select(greater(splat(-87.0f), x), zero(), p * as_floats(add_words(shift<-23>(as_words(t)), splat_word(127u << 23))));
+  return select(greater(splat(-87.0f), x), zero(),
+                p * as_floats(add_words(shift<-23>(as_words(t)), splat_word(127u << 23))));
 }
 
 // Below 0.6 a convergent of x / (1 + x^2 / (3 + x^2 / (5 + ...))), above it from exp.

@@ -73,7 +73,8 @@ NOINLINE void weigh(const Task &t, const Columns &columns, const Scratch &w) {
   for (int r = 0; r < t.rows; r++) {
     float *x = w.weights + r * TILE, *sums = w.sums + r * TILE;
     if (a.softcap != 0)
-      for (int i = 0; i < TILE; i += LANES) store(x + i, tanh_of(load(x + i) * splat(1 / a.softcap)) * splat(a.softcap));
+      for (int i = 0; i < TILE; i += LANES)
+        store(x + i, tanh_of(load(x + i) * splat(1 / a.softcap)) * splat(a.softcap));
     if (a.mask.data) apply_mask(t, r, columns, x);
     if (columns.valid != ~0u)
       for (int i = 0; i < TILE; i++)

@@ -9,13 +9,20 @@ namespace {
 
 const char *dtype_name(ScalarType type) {
   switch (type) {
-    case ScalarType::Float: return "float32";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Half: return "float16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::Double: return "float64";
-    default: return "another dtype";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Double:
+      return "float64";
+    default:
+      return "another dtype";
   }
 }
 
@@ -23,20 +30,25 @@ std::string list_text(const std::vector<int64_t> &sizes) {
   std::ostringstream out;
   for (size_t i = 0; i < sizes.size(); i++) {
     out << (i ? ", " : "[");
-    if (sizes[i] < 0) out << "*";
-    else out << sizes[i];
+    if (sizes[i] < 0)
+      out << "*";
+    else
+      out << sizes[i];
   }
   out << (sizes.empty() ? "[]" : "]");
   return out.str();
 }
 
-void check_sizes(const std::string &name, const Tensor &x, const std::vector<int64_t> &sizes, bool contiguous_last = true) {
+void check_sizes(const std::string &name, const Tensor &x, const std::vector<int64_t> &sizes,
+                 bool contiguous_last = true) {
   bool good = x.dim() == (int64_t)sizes.size();
   for (size_t i = 0; good && i < sizes.size(); i++) good = sizes[i] < 0 || x.size(i) == sizes[i];
   KVQ_CHECK(good, name, "have the shape " + list_text(sizes), text(x));
   KVQ_CHECK(x.is_cpu(), name, "be on the CPU", "another device");
   int64_t last = x.dim() - 1;
-  if (contiguous_last) KVQ_CHECK(x.numel() == 0 || x.size(last) == 1 || x.stride(last) == 1, name, "have a contiguous last dim", "stride " + std::to_string(x.stride(last)));
+  if (contiguous_last)
+    KVQ_CHECK(x.numel() == 0 || x.size(last) == 1 || x.stride(last) == 1, name, "have a contiguous last dim",
+              "stride " + std::to_string(x.stride(last)));
 }
 
 void check_type(const std::string &name, const Tensor &x, ScalarType type) {
@@ -44,7 +56,8 @@ void check_type(const std::string &name, const Tensor &x, ScalarType type) {
 }
 
 template <class T>
-T *typed(const std::string &name, const Tensor &x, ScalarType type, const std::vector<int64_t> &sizes, int64_t *strides, int count) {
+T *typed(const std::string &name, const Tensor &x, ScalarType type, const std::vector<int64_t> &sizes, int64_t *strides,
+         int count) {
   check_type(name, x, type);
   check_sizes(name, x, sizes);
   for (int i = 0; i < count; i++) strides[i] = x.stride(i);
@@ -52,7 +65,8 @@ T *typed(const std::string &name, const Tensor &x, ScalarType type, const std::v
 }
 
 // A per-head vector [B, H, D], broadcast from fewer or shorter leading dims; null if empty.
-const float *per_head(const std::string &name, const Tensor &x, int64_t batch, int64_t heads, int64_t dim, int64_t *strides) {
+const float *per_head(const std::string &name, const Tensor &x, int64_t batch, int64_t heads, int64_t dim,
+                      int64_t *strides) {
   strides[0] = strides[1] = 0;
   if (x.numel() == 0) return nullptr;
   check_type(name, x, ScalarType::Float);
@@ -63,7 +77,8 @@ const float *per_head(const std::string &name, const Tensor &x, int64_t batch, i
     good = size == 1 || size == want[axis];
     strides[axis] = size == 1 ? 0 : x.stride(i);
   }
-  KVQ_CHECK(good && x.is_cpu(), name, "be on the CPU with the shape " + list_text({batch, heads, dim}) + " and a contiguous last dim", text(x));
+  KVQ_CHECK(good && x.is_cpu(), name,
+            "be on the CPU with the shape " + list_text({batch, heads, dim}) + " and a contiguous last dim", text(x));
   return (const float *)x.data_ptr();
 }
 
@@ -133,7 +148,8 @@ Rotation rotation_of(const Tensor &signs, const Tensor &blocks, const Tensor &ma
   return r;
 }
 
-Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64_t batch, int64_t heads, int64_t tokens, int64_t dim) {
+Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64_t batch, int64_t heads, int64_t tokens,
+               int64_t dim) {
   std::string prefix = std::string(name) + ".";
   KVQ_CHECK(packed.size() == NUM_PACKED_FIELDS, name, "be nine tensors", packed.size());
   Store s;
@@ -143,12 +159,17 @@ Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64
   s.bits = (int)size_at(mag, 3) + 1;
   KVQ_CHECK(s.bits >= MIN_BITS && s.bits <= MAX_BITS, prefix + "mag", "have 1 to 3 planes in dim 3", text(mag));
   int64_t capacity = size_at(packed[SCALE], 2), last = along_tokens ? dim : ceil_div(dim, WORD_BITS);
-  KVQ_CHECK(capacity % BLOCK_LEN == 0, prefix + "scale", "have a capacity that is a multiple of 32", text(packed[SCALE]));
-  KVQ_CHECK(tokens <= capacity, prefix + "scale", "have a capacity of at least " + std::to_string(tokens), text(packed[SCALE]));
+  KVQ_CHECK(capacity % BLOCK_LEN == 0, prefix + "scale", "have a capacity that is a multiple of 32",
+            text(packed[SCALE]));
+  KVQ_CHECK(tokens <= capacity, prefix + "scale", "have a capacity of at least " + std::to_string(tokens),
+            text(packed[SCALE]));
   int64_t units = along_tokens ? capacity / BLOCK_LEN : capacity;
-  s.sign = typed<uint32_t>(prefix + "sign", packed[SIGN], ScalarType::Int, {batch, heads, units, last}, s.sign_stride, 3);
-  s.mag = typed<uint32_t>(prefix + "mag", mag, ScalarType::Int, {batch, heads, units, s.bits - 1, last}, s.mag_stride, 4);
-  s.scale = typed<uint16_t>(prefix + "scale", packed[SCALE], ScalarType::Half, {batch, heads, capacity}, s.scale_stride, 2);
+  s.sign =
+      typed<uint32_t>(prefix + "sign", packed[SIGN], ScalarType::Int, {batch, heads, units, last}, s.sign_stride, 3);
+  s.mag =
+      typed<uint32_t>(prefix + "mag", mag, ScalarType::Int, {batch, heads, units, s.bits - 1, last}, s.mag_stride, 4);
+  s.scale =
+      typed<uint16_t>(prefix + "scale", packed[SCALE], ScalarType::Half, {batch, heads, capacity}, s.scale_stride, 2);
   check_type(prefix + "levels", levels, ScalarType::Float);
   check_sizes(prefix + "levels", levels, {1 << (s.bits - 1)});
   for (int i = 0; i < 1 << (s.bits - 1); i++) s.levels[i] = ((const float *)levels.data_ptr())[i];
@@ -160,7 +181,8 @@ Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64
 Mask mask_of(const Tensor &mask, const std::vector<int64_t> &sizes) {
   Mask m;
   m.boolean = mask.scalar_type() == ScalarType::Bool;
-  KVQ_CHECK(m.boolean || mask.scalar_type() == ScalarType::Float, "mask", "be bool or float32", dtype_name(mask.scalar_type()));
+  KVQ_CHECK(m.boolean || mask.scalar_type() == ScalarType::Float, "mask", "be bool or float32",
+            dtype_name(mask.scalar_type()));
   bool good = mask.dim() == 4 && mask.is_cpu();
   for (int i = 0; good && i < 4; i++) good = mask.size(i) == sizes[i] || mask.size(i) == 1;
   KVQ_CHECK(good, "mask", "be on the CPU with the shape " + list_text(sizes), text(mask));

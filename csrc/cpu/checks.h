@@ -1,4 +1,5 @@
-// Tensors of the operators to the plain structs of kernels.h, with checks that name the argument, the rule and the value.
+// Tensors of the operators to the plain structs of kernels.h, with checks that name the argument, the rule and the
+// value.
 #pragma once
 
 #include <string>
@@ -29,11 +30,13 @@ Dtype dtype_of(const char *name, const Tensor &x);
 
 Rotation rotation_of(const Tensor &signs, const Tensor &blocks, const Tensor &matrix, int64_t dim);
 // The nine tensors of a store for [batch, heads] that holds at least `tokens` tokens of `dim` coordinates.
-Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64_t batch, int64_t heads, int64_t tokens, int64_t dim);
+Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64_t batch, int64_t heads, int64_t tokens,
+               int64_t dim);
 // The mask, broadcast to [batch, heads, queries, columns].
 Mask mask_of(const Tensor &mask, const std::vector<int64_t> &sizes);
 
-// Grow-only memory of a thread, aligned to 64 bytes: `call` for what all workers of a call share, `worker` for one worker.
+// Grow-only memory of a thread, aligned to 64 bytes: `call` for what all workers of a call share, `worker` for one
+// worker.
 char *call_scratch(int64_t bytes);
 char *worker_scratch(int64_t bytes);
 

@@ -1,5 +1,5 @@
-// Choice of the instruction set at run time. torch_kvq::_cpu_isa(name) names the one in use; a non-empty name chooses it.
-// torch_kvq::_cpu_isas() lists those of this machine, fastest first.
+// Choice of the instruction set at run time. torch_kvq::_cpu_isa(name) names the one in use; a non-empty name chooses
+// it. torch_kvq::_cpu_isas() lists those of this machine, fastest first.
 #include "checks.h"
 
 #include <atomic>
@@ -11,10 +11,12 @@ namespace {
 const Kernels *find(const std::string &name) {
 #if defined(__x86_64__)
   if (name == "avx512" || name.empty())
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
       return &avx512_kernels;
   if (name == "avx2" || name.empty())
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return &avx2_kernels;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      return &avx2_kernels;
 #endif
   return name == "scalar" || name.empty() ? &scalar_kernels : nullptr;
 }

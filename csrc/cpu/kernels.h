@@ -1,8 +1,9 @@
-// What the op files and the bodies share: plain structs and one table of functions per instruction set. No torch, no std.
+// What the op files and the bodies share: plain structs and one table of functions per instruction set. No torch, no
+// std.
 //
-// Rows: the G query heads of one key/value head and their M tokens are R = G * M rows that share every unpacked tile. Flat
-// row f = (b * H + h) * R + g * M + m counts them all. A tile is 32 tokens (or rows) wide everywhere, because 32 tokens are
-// one word of values and one or two vectors of any instruction set.
+// Rows: the G query heads of one key/value head and their M tokens are R = G * M rows that share every unpacked tile.
+// Flat row f = (b * H + h) * R + g * M + m counts them all. A tile is 32 tokens (or rows) wide everywhere, because 32
+// tokens are one word of values and one or two vectors of any instruction set.
 #pragma once
 
 #include <stdint.h>
@@ -51,9 +52,9 @@ struct Mask {
   int64_t stride[4];
 };
 
-// attend, qk and pv. Split s of a block of rows answers for packed tokens s * split_len .. (s+1) * split_len if s is below
-// packed_splits, else for exact tokens counted the same way. The sizes depend on shapes alone, never on the number of
-// threads, so that the results do not either.
+// attend, qk and pv. Split s of a block of rows answers for packed tokens s * split_len .. (s+1) * split_len if s is
+// below packed_splits, else for exact tokens counted the same way. The sizes depend on shapes alone, never on the
+// number of threads, so that the results do not either.
 struct Attention {
   Store keys, values;  // values unused when shared
   bool shared;         // the values are the keys (MLA)
@@ -101,7 +102,8 @@ struct Kernels {
   const char *name;
   int lanes;
   // Up to 32 vectors of one rotation. `scratch` as in scratch_bytes.
-  void (*rotate)(const Rotation &, bool inverse, const char *const *x, Dtype, char *const *out, Dtype, int count, char *scratch);
+  void (*rotate)(const Rotation &, bool inverse, const char *const *x, Dtype, char *const *out, Dtype, int count,
+                 char *scratch);
   // One block of 32 tokens of one head; `block` counts from the block of `start`.
   void (*encode)(const Coding &, int64_t batch, int64_t head, int64_t block, char *scratch);
   void (*decode)(const Coding &, int64_t batch, int64_t head, int64_t block, char *scratch);
@@ -115,7 +117,8 @@ struct Kernels {
 
 // Scratch of one worker for head dims padded to `pad`: three tiles, words, bit columns, weights and two vectors.
 static inline int64_t scratch_bytes(int64_t pad) {
-  return 4 * (3 * TILE * pad + MAX_BITS * pad + TILE * MAX_BITS * (MAX_HEAD_DIM / WORD_BITS) + 2 * TILE * TILE + TILE + 2 * pad);
+  return 4 * (3 * TILE * pad + MAX_BITS * pad + TILE * MAX_BITS * (MAX_HEAD_DIM / WORD_BITS) + 2 * TILE * TILE + TILE +
+              2 * pad);
 }
 
 extern const Kernels scalar_kernels;

@@ -1,8 +1,8 @@
 // What attend, qk and pv share: sizes, how the work is cut, scratch, and the order of the phases.
 //
-// A task is (b, h, block of up to 32 rows, split of the tokens). A split is 1,024 tokens, doubled until there are at most
-// 1,024 tasks or one split: enough tasks for every core, and partial results stay below a hundredth of the dense cache.
-// Only shapes decide, so results do not depend on the number of threads.
+// A task is (b, h, block of up to 32 rows, split of the tokens). A split is 1,024 tokens, doubled until there are at
+// most 1,024 tasks or one split: enough tasks for every core, and partial results stay below a hundredth of the dense
+// cache. Only shapes decide, so results do not depend on the number of threads.
 #include "checks.h"
 
 namespace kvq {
@@ -15,10 +15,12 @@ void check_heads(Attention &a, const Tensor &q, const char *name, int64_t heads)
   a.batch = size_at(q, 0), a.queries = size_at(q, 2), a.heads = heads;
   int64_t query_heads = size_at(q, 1);
   KVQ_CHECK(q.dim() == 4, name, "have 4 dims", text(q));
-  KVQ_CHECK(heads > 0 && query_heads % heads == 0, name, "have a multiple of " + std::to_string(heads) + " heads", text(q));
+  KVQ_CHECK(heads > 0 && query_heads % heads == 0, name, "have a multiple of " + std::to_string(heads) + " heads",
+            text(q));
   a.group = query_heads / heads, a.rows = a.group * a.queries;
   KVQ_CHECK(a.length >= 0, "length", "be at least 0", a.length);
-  KVQ_CHECK(a.num_sinks >= 0 && a.num_sinks <= a.exact_len, "num_sinks", "be from 0 to the number of exact tokens", a.num_sinks);
+  KVQ_CHECK(a.num_sinks >= 0 && a.num_sinks <= a.exact_len, "num_sinks", "be from 0 to the number of exact tokens",
+            a.num_sinks);
 }
 
 void plan(Attention &a, bool with_queries) {
@@ -30,9 +32,12 @@ void plan(Attention &a, bool with_queries) {
   while (a.split_len < longest && blocks * ceil_div(longest, a.split_len) > MAX_TASKS) a.split_len *= 2;
   a.packed_splits = ceil_div(a.length, a.split_len), a.exact_splits = ceil_div(a.exact_len, a.split_len);
   int64_t flat = round_up(a.batch * a.heads * a.rows, TILE), tasks = blocks * (a.packed_splits + a.exact_splits);
-  int64_t sizes[5] = {flat * a.dim_pad, flat * a.dim_pad, flat, tasks * a.row_block * a.value_pad, tasks * a.row_block * 2}, total = 0;
+  int64_t sizes[5] = {flat * a.dim_pad, flat * a.dim_pad, flat, tasks * a.row_block * a.value_pad,
+                      tasks * a.row_block * 2},
+          total = 0;
   for (int64_t &size : sizes) total += size = round_up(size, 16);
-  float *memory = (float *)call_scratch(4 * total + 64), **parts[5] = {&a.query, &a.rotated, &a.bias, &a.partial, &a.state};
+  float *memory = (float *)call_scratch(4 * total + 64),
+        **parts[5] = {&a.query, &a.rotated, &a.bias, &a.partial, &a.state};
   for (int i = 0; i < 5; i++) *parts[i] = memory, memory += sizes[i];
 }
 

@@ -5,7 +5,8 @@ namespace kvq {
 
 namespace {
 
-void pv(const Tensor &p, const Tensors &values, const Tensor &exact_values, int64_t length, int64_t num_sinks, const Tensor &out) {
+void pv(const Tensor &p, const Tensors &values, const Tensor &exact_values, int64_t length, int64_t num_sinks,
+        const Tensor &out) {
   Attention a{};
   a.length = length, a.num_sinks = num_sinks, a.exact_len = size_at(exact_values, 2);
   int64_t batch = size_at(p, 0), heads = size_at(exact_values, 1), dim = size_at(exact_values, 3);

@@ -5,7 +5,8 @@ namespace kvq {
 
 namespace {
 
-void qk(const Tensor &q, const Tensors &keys, const Tensor &exact_keys, int64_t length, int64_t num_sinks, const Tensor &out) {
+void qk(const Tensor &q, const Tensors &keys, const Tensor &exact_keys, int64_t length, int64_t num_sinks,
+        const Tensor &out) {
   Attention a{};
   a.length = length, a.num_sinks = num_sinks, a.exact_len = size_at(exact_keys, 2);
   int64_t batch = size_at(q, 0), heads = size_at(exact_keys, 1), dim = size_at(q, 3);

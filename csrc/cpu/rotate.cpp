@@ -15,7 +15,8 @@ char *vector_at(const Tensor &x, char *data, int size, int64_t index) {
   return data + size * offset;
 }
 
-void rotate(const Tensor &x, const Tensor &signs, const Tensor &blocks, const Tensor &matrix, bool inverse, const Tensor &out) {
+void rotate(const Tensor &x, const Tensor &signs, const Tensor &blocks, const Tensor &matrix, bool inverse,
+            const Tensor &out) {
   int64_t last = x.dim() - 1;
   KVQ_CHECK(last >= 0 && x.is_cpu() && out.is_cpu(), "x", "have a last dim and be on the CPU like out", text(x));
   bool same = x.dim() == out.dim();
@@ -23,7 +24,8 @@ void rotate(const Tensor &x, const Tensor &signs, const Tensor &blocks, const Te
   KVQ_CHECK(same, "out", "have the shape of x, " + text(x), text(out));
   Rotation rotation = rotation_of(signs, blocks, matrix, x.size(last));
   Dtype x_dtype = dtype_of("x", x), out_dtype = dtype_of("out", out);
-  KVQ_CHECK(x.stride(last) == 1 && out.stride(last) == 1, "x and out", "have a contiguous last dim", "strides that are not");
+  KVQ_CHECK(x.stride(last) == 1 && out.stride(last) == 1, "x and out", "have a contiguous last dim",
+            "strides that are not");
   char *from = (char *)x.data_ptr(), *to = (char *)out.data_ptr();
   int x_size = x_dtype == FLOAT32 ? 4 : 2, out_size = out_dtype == FLOAT32 ? 4 : 2;
   int64_t count = x.numel() / rotation.dim;

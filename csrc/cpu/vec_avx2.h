@@ -68,4 +68,6 @@ INLINE void store_bfloat16(uint16_t *p, F x) {  // to nearest, ties to even
   _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
 INLINE F load_float16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-INLINE void store_float16(uint16_t *p, F x) { _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE void store_float16(uint16_t *p, F x) {
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}

@@ -55,4 +55,6 @@ INLINE void store_bfloat16(uint16_t *p, F x) {  // to nearest, ties to even
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(w));
 }
 INLINE F load_float16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-INLINE void store_float16(uint16_t *p, F x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE void store_float16(uint16_t *p, F x) {
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}

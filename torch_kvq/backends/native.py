@@ -1,7 +1,7 @@
 """Loads the compiled CPU kernels and chooses their instruction set.
 
-``KVQ_CPU_ISA`` overrides the choice: ``avx512``, ``avx2``, ``scalar``, or ``reference`` to load nothing and run the pure-torch
-reference. Without it the best set of the machine is used.
+``KVQ_CPU_ISA`` overrides the choice: ``avx512``, ``avx2``, ``scalar``, or ``reference`` to load nothing and run the
+pure-torch reference. Without it the best set of the machine is used.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ def load(library: Path | None = None) -> bool:
         raise RuntimeError(f"{VARIABLE}={wanted} needs the compiled kernels: {_state.reason}")
     elif not _state.loaded and wanted != REFERENCE:
         warnings.warn(
-            f"torch_kvq runs its pure-torch reference, which is slow: {_state.reason}. Reinstall with g++ and ninja, or set "
-            f"{VARIABLE}={REFERENCE} to silence this.",
+            f"torch_kvq runs its pure-torch reference, which is slow: {_state.reason}. Reinstall with g++ and ninja, "
+            f"or set {VARIABLE}={REFERENCE} to silence this.",
             stacklevel=2,
         )
     _state.attempted = True
@@ -85,7 +85,7 @@ def cpu_isa() -> str:
 
 
 def set_cpu_isa(name: str) -> str:
-    """Chooses the instruction set for all calls from now on and returns the one used before. For tests and measurements.
+    """Chooses the instruction set of all calls from now on, for tests and measurements; returns the one used before.
 
     Raises:
         RuntimeError: the machine does not have it, or the kernels are not loaded.

@@ -1,7 +1,8 @@
-// The packed format in C++: the mirror of torch_kvq/layout.py, which is the source. No includes, so every kernel may use it.
+// The packed format in C++: the mirror of torch_kvq/layout.py, which is the source. No includes, so every kernel may
+// use it.
 //
-// A code of `bits` bits is one sign bit and bits - 1 magnitude bits; its value is (-1)^sign * levels[magnitude]. Codes lie
-// in bit planes of 32-bit words: plane 0 is the sign (1 = negative), plane p >= 1 is magnitude bit p - 1.
+// A code of `bits` bits is one sign bit and bits - 1 magnitude bits; its value is (-1)^sign * levels[magnitude]. Codes
+// lie in bit planes of 32-bit words: plane 0 is the sign (1 = negative), plane p >= 1 is magnitude bit p - 1.
 //
 //   keys, packed along D      sign [B, H, C, W]      mag [B, H, C, bits-1, W]       W = ceil(D / 32), padding bits zero
 //                             bit b of word w of token t is coordinate 32w + b
