@@ -8,6 +8,7 @@ from . import backends, ops  # noqa: E402
 from .attention import interface  # noqa: E402
 from .caches.isoquant import IsoQuantCache  # noqa: E402
 
+backends.native.load()
 interface.register()
 
 __version__ = "0.1.0"
