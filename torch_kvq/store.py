@@ -151,6 +151,17 @@ class ExactStore:
         self.length, self._owned = keys.shape[2], True
         self.key_buffer, self.value_buffer = (self._copy(x, max(capacity, self.length)) for x in (keys, values))
 
+    def drop(self, start: int, stop: int, capacity: int) -> None:
+        """Forgets the tokens ``start .. stop``: copies the others, keys first, into buffers of ``capacity`` tokens."""
+        kept = self.length - (stop - start)
+        for name in ("key_buffer", "value_buffer"):
+            old = getattr(self, name)
+            new = empty((*old.shape[:2], max(capacity, kept), old.shape[3]), old.dtype, old.device)
+            new[:, :, :start] = old[:, :, :start]
+            new[:, :, start:kept] = old[:, :, stop : self.length]
+            setattr(self, name, new)
+        self.length, self._owned = kept, True
+
     @staticmethod
     def _copy(x: torch.Tensor, capacity: int) -> torch.Tensor:
         new = empty((*x.shape[:2], capacity, x.shape[3]), x.dtype, x.device)

@@ -6,6 +6,7 @@ answers from the pieces; any other function sees the dense tensor, which is corr
 to be rebuilt for it. Handlers register themselves with :func:`handles`; ``mla.py`` adds those of latent attention.
 """
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -14,15 +15,21 @@ from torch.utils._pytree import tree_map
 
 from .pieces import Pieces
 
-_HANDLERS: dict[Callable, list[Callable]] = {}
+_HANDLERS: dict[Callable, list[tuple[Callable, frozenset[str] | None]]] = {}
 
 
 def handles(*functions: Callable) -> Callable:
-    """Registers a handler for torch functions; it returns ``NotImplemented`` for what it does not know."""
+    """Registers a handler for torch functions; it returns ``NotImplemented`` for what it does not know.
+
+    A call with a keyword that the handler does not name (``out=``) passes it by.
+    """
 
     def register(handler: Callable) -> Callable:
+        parameters = inspect.signature(handler).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        names = None if takes_any else frozenset(parameters)
         for function in functions:
-            _HANDLERS.setdefault(function, []).append(handler)
+            _HANDLERS.setdefault(function, []).append((handler, names))
         return handler
 
     return register
@@ -46,7 +53,9 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for handler in _HANDLERS.get(func, ()):
+        for handler, names in _HANDLERS.get(func, ()):
+            if kwargs and names is not None and not names.issuperset(kwargs):
+                continue
             out = handler(*args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -118,7 +127,7 @@ def is_handle(x, role: str, form: str = "plain") -> bool:
 
 @handles(F.scaled_dot_product_attention)
 def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    if not (is_handle(key, "k") and is_handle(value, "v") and key.pieces is value.pieces):
+    if not (is_handle(key, "k") and is_handle(value, "v") and key.pieces.same_as(value.pieces)):
         return NotImplemented
     pieces = key.pieces
     if pieces.is_packed and (dropout_p or isinstance(query, LazyTensor)):
@@ -165,9 +174,9 @@ def _getitem(x, index):
     whole = isinstance(index, tuple) and len(index) == 5 and index[2] is None
     if not (isinstance(x, KVHandle) and x.form == "plain" and x.repeat == 1 and whole):
         return NotImplemented
-    if any(part != everything for place, part in enumerate(index) if place != 2):
-        return NotImplemented
-    return x.in_form("grouped")
+    if all(isinstance(part, slice) and part == everything for place, part in enumerate(index) if place != 2):
+        return x.in_form("grouped")
+    return NotImplemented
 
 
 @handles(torch.Tensor.expand)
@@ -187,7 +196,9 @@ def _reshape(x, *shape):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         batch, heads, repeat, tokens, dim = x.shape
-    return x.in_form("plain") if tuple(shape) == (batch, heads * repeat, tokens, dim) else NotImplemented
+    whole = (batch, heads * repeat, tokens, dim)
+    fits = all(want in (-1, have) for want, have in zip(shape, whole)) and list(shape).count(-1) <= 1
+    return x.in_form("plain") if fits else NotImplemented
 
 
 @handles(torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.detach)
@@ -196,13 +207,16 @@ def _unchanged(x, *args, **kwargs):
     if not isinstance(x, LazyTensor):
         return NotImplemented
     for wanted in (*args, *kwargs.values()):
-        if isinstance(wanted, torch.dtype) and wanted != x.dtype:
+        if isinstance(wanted, torch.dtype) and wanted != x.dtype or isinstance(wanted, torch.Tensor):
             return NotImplemented
-        if isinstance(wanted, (torch.device, str)) and torch.device(wanted) != x.device:
-            return NotImplemented
-        if isinstance(wanted, torch.Tensor):
+        is_place = isinstance(wanted, (torch.device, str, int)) and not isinstance(wanted, bool)
+        if is_place and not _is_at(x.device, torch.device(wanted)):
             return NotImplemented
     return x
+
+
+def _is_at(device: torch.device, wanted: torch.device) -> bool:
+    return wanted == device or (wanted.type == device.type == "cpu")
 
 
 _PROPERTIES = (

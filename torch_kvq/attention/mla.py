@@ -108,8 +108,8 @@ def _linear(x, weight, bias=None):
 
 @handles(torch.Tensor.view)
 def _view(x, *shape):
-    shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if not isinstance(x, Projected):
+    shape = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
+    if not isinstance(x, Projected) or not all(isinstance(size, int) for size in shape):
         return NotImplemented
     known = 1
     for size in shape:
@@ -229,7 +229,7 @@ def _key_parts(key) -> tuple[Part, RopeKeys] | None:
         return None
     nope, rope = (key.parts[low] for low in sorted(key.parts))
     known = isinstance(nope, Part) and isinstance(rope, RopeKeys) and nope.low == 0 and nope.source.dim() == 4
-    return (nope, rope) if known and nope.source.pieces is rope.pieces else None
+    return (nope, rope) if known and nope.source.pieces.same_as(rope.pieces) else None
 
 
 @handles(F.scaled_dot_product_attention)

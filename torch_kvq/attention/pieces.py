@@ -25,7 +25,7 @@ class Pieces:
         length: packed tokens.
         num_sinks: exact tokens in front of the packed ones.
         order: where the stored tokens stand in the sequence; ``None`` if in sequence order.
-        layer: is told of queries, masks and the end of an attention call; counts.
+        layer: is told of queries, masks and the end of an attention call; its ``stats`` count.
     """
 
     exact_keys: torch.Tensor
@@ -45,12 +45,27 @@ class Pieces:
     def num_tokens(self) -> int:
         return self.exact_keys.shape[2] + self.length
 
+    def same_as(self, other: "Pieces") -> bool:
+        """Whether both are snapshots of one layer at one moment."""
+        return self is other or (
+            self.layer is other.layer
+            and self.num_tokens == other.num_tokens
+            and self.exact_keys.shape == other.exact_keys.shape
+            and self.exact_keys.data_ptr() == other.exact_keys.data_ptr()
+        )
+
     def dense(self, role: str, reason: str) -> torch.Tensor:
-        """Keys (role ``k``) or values (``v``) in sequence order. Rebuilding packed tokens is counted with its reason."""
+        """Keys (role ``k``) or values (``v``) in sequence order, for a function that has no packed form: counted as ``reason``."""
+        if self.is_packed:
+            self.layer.stats.count_fallback(reason)
+        return self.rebuilt(role)
+
+    def rebuilt(self, role: str) -> torch.Tensor:
+        """Keys or values in sequence order; packed tokens are decoded, and counted."""
         exact = self.exact_keys if role == "k" else self.exact_values
         if not self.is_packed:
             return exact
-        self.layer.count_decompress(reason, self.length)
+        self.layer.stats.count_decompress(self.length)
         body = torch.empty((*exact.shape[:2], self.length, exact.shape[3]), dtype=exact.dtype, device=exact.device)
         along_tokens = role == "v" and not self.layer.is_latent  # a latent's rope keys are packed as keys
         ops.decode(self.keys if role == "k" else self.values, along_tokens, 0, body)

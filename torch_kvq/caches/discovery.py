@@ -4,7 +4,7 @@ import sys
 import weakref
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -19,10 +19,10 @@ _MAX_FRAMES = 48
 def make_layers(config: PreTrainedConfig, settings: IsoQuantSettings, stats: CacheStats) -> list:
     """The layers that ``DynamicCache(config)`` has, with full attention packed and every other kind left as it is."""
     decoder = config.get_text_config(decoder=True)
-    rank = getattr(decoder, "kv_lora_rank", None)
+    rank, crossed = getattr(decoder, "kv_lora_rank", None), getattr(decoder, "cross_attention_layers", None) or ()
     layers = []
     for index, layer in enumerate(DynamicCache(config=decoder).layers):
-        if type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer and index not in crossed:  # those hold an image, not the text
             layer = IsoQuantLayer(settings, stats, index, rank)
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
             layer = IsoQuantHybridLayer(settings, stats, index, layer.number_of_states)
@@ -41,13 +41,13 @@ def config_of_caller(depth: int = 2) -> PreTrainedConfig | None:
     return None
 
 
-def prompt_is_chunked(depth: int = 2) -> bool:
-    """Whether a calling ``generate`` was told to feed the prompt in chunks (``prefill_chunk_size``)."""
+def generation_options(depth: int = 2) -> GenerationConfig | None:
+    """The options of the nearest ``generate`` among the calling frames."""
     for frame in _frames(depth + 1):
         options = frame.f_locals.get("generation_config")
-        if getattr(options, "prefill_chunk_size", None):
-            return True
-    return False
+        if isinstance(options, GenerationConfig):
+            return options
+    return None
 
 
 def module_of_caller(depth: int = 2) -> weakref.ref | None:

@@ -1,13 +1,12 @@
 """``IsoQuantCache``: keys and values at 2 to 4 bits, attention on the packed data (RotaryQuant)."""
 
 import warnings
-from functools import partial
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from .discovery import config_of_caller, make_layers, module_of_caller, prompt_is_chunked
+from .discovery import config_of_caller, generation_options, make_layers, module_of_caller
 from .layer import IsoQuantLayer, check_crop
 from .report import CacheReport, resident_bytes
 from .settings import IsoQuantSettings
@@ -67,8 +66,9 @@ class IsoQuantCache(Cache):
             prefill, defer_limit,
         )  # fmt: skip
         self.stats = CacheStats()
-        self._is_bound, self._layers, self._owner = False, [], None
-        super().__init__(layer_class_to_replicate=partial(IsoQuantLayer, self.settings, self.stats))
+        self._has_config, self._config, self._layers, self._owners = config is not None, config, [], {}
+        self._is_bound, self._is_broken, self._deferred = False, False, prefill == "deferred"
+        super().__init__(layer_class_to_replicate=self._new_layer)
         if config is not None:
             self._bind(config)
 
@@ -89,9 +89,15 @@ class IsoQuantCache(Cache):
 
     def _bind(self, config: PreTrainedConfig) -> None:
         layers = make_layers(config, self.settings, self.stats)
-        self._is_bound = True
+        self._is_bound, self._config = True, config
         if layers:
             self._layers, self.layer_class_to_replicate = layers, None
+
+    def _new_layer(self) -> IsoQuantLayer:
+        """The next layer of a cache that knows no config."""
+        layer = IsoQuantLayer(self.settings, self.stats, len(self._layers))
+        layer.deferred = self._deferred
+        return layer
 
     def _packed_layers(self) -> list[IsoQuantLayer]:
         return [layer for layer in self._layers if isinstance(layer, IsoQuantLayer)]
@@ -99,44 +105,77 @@ class IsoQuantCache(Cache):
     def _first_packed(self) -> int:
         return next((index for index, layer in enumerate(self._layers) if isinstance(layer, IsoQuantLayer)), 0)
 
-    def _begin_forward(self) -> None:
-        """Called before the first packed layer of a forward takes its tokens."""
-        self._check_owner()
+    def _begin_forward(self, fresh: int) -> None:
+        """Called before the first packed layer of a forward takes its ``fresh`` tokens."""
+        self._undo_failed_forward(fresh)
+        options = generation_options(3) if fresh > 1 else None
+        if options is not None and options.use_cache is False:
+            raise ValueError(
+                "use_cache must be True with past_key_values: without it generate feeds every token at every step, got False"
+            )
+        if fresh > 1 and self.settings.prefill == "auto":
+            self._deferred = bool(getattr(options, "prefill_chunk_size", None))
+            for layer in self._packed_layers():
+                layer.deferred = self._deferred
+
+    def _check_owner(self, index: int) -> None:
+        """Refuses tokens of a second attention module for a layer: another model, or cross-attention."""
+        module = module_of_caller(3)
+        if module is None:
+            return
+        owner = self._owners.get(index, module)
+        length = self._layers[index].get_seq_length() if index < len(self._layers) else 0
+        if owner() is not module() and length:
+            raise ValueError(
+                f"past_key_values must serve one model: layer {index} holds {length} tokens of another attention module "
+                f"than this {type(module()).__name__}. Call reset() or use a new cache; an encoder-decoder model needs "
+                "EncoderDecoderCache(IsoQuantCache(), DynamicCache())"
+            )
+        self._owners[index] = module
+
+    def _undo_failed_forward(self, fresh: int) -> None:
+        """A forward that raised midway left its tokens in the first layers only: packed layers give them back."""
+        length, first = self.get_seq_length(), self._first_packed()
         layers = self._packed_layers()
-        lengths = {layer.get_seq_length() for layer in layers}
-        if len(lengths) > 1:
-            self._undo_failed_forward(min(lengths))
-        if self.settings.prefill == "auto" and (not layers or layers[0].get_seq_length() == 0):
-            deferred = prompt_is_chunked(3)
+        ragged = any(layer.get_seq_length() != length for layer in layers)
+        for index, layer in enumerate(self._layers):
+            if isinstance(layer, LinearAttentionLayer):
+                self._is_broken |= ragged
+            elif not isinstance(layer, IsoQuantLayer):
+                expected = length + fresh if index < first else length
+                self._is_broken |= getattr(layer, "cumulative_length", expected) != expected
+        self._check_whole()
+        if ragged:
             for layer in layers:
-                layer.deferred = deferred
+                layer.crop(length - layer.get_seq_length())
 
-    def _check_owner(self) -> None:
-        """Refuses a second model: its tokens would be mixed with those of the first."""
-        module = module_of_caller(4)
-        owner = self._owner() if self._owner is not None else None
-        if module is None or owner is module():
-            return
-        if owner is not None and self.get_seq_length() > 0:
-            raise ValueError(
-                f"past_key_values must serve one model: this cache holds {self.get_seq_length()} tokens of another "
-                f"{type(owner).__name__}; call reset() first or use a new cache"
-            )
-        self._owner = module
+    def _forget_forward(self, index: int) -> None:
+        """Layer ``index`` refused its tokens. What is not packed keeps no record of how it was before this forward."""
+        layers = enumerate(self._layers[: index + 1])
+        others = [isinstance(layer, LinearAttentionLayer) if at == index else type(layer) is not IsoQuantLayer for at, layer in layers]
+        if any(others) and self.get_seq_length() == 0:
+            self._start_over()
+        else:
+            self._is_broken |= any(others)
 
-    def _undo_failed_forward(self, length: int) -> None:
-        """A forward that raised midway left its tokens in the first layers only: they are dropped."""
-        if length == 0:
-            Cache.reset(self)
-            return
-        others = [layer for layer in self._layers if not isinstance(layer, IsoQuantLayer) and resident_bytes(vars(layer))]
-        if others:
+    def _check_whole(self) -> None:
+        if self._is_broken:
             raise ValueError(
-                f"past_key_values holds the tokens of a forward that failed midway, and its {type(others[0]).__name__} cannot "
-                "be taken back: call reset()"
+                "past_key_values holds tokens of a forward that failed midway, and layers that are not packed (see report()) "
+                "cannot take them back: call reset()"
             )
+
+    def _start_over(self) -> None:
+        """New layers. Those of the library are not all empty after their ``reset``."""
+        recorded = any(getattr(layer, "record_past", False) for layer in self._layers)
         for layer in self._packed_layers():
-            layer.crop(length - layer.get_seq_length())
+            layer.reset()
+        self._layers, self.layer_class_to_replicate = [], self._new_layer
+        self._is_broken, self._owners = False, {}
+        if self._is_bound:
+            self._bind(self._config)
+            if recorded:
+                self.activate_past_recording()
 
     # ---- transformers' interface
 
@@ -153,9 +192,17 @@ class IsoQuantCache(Cache):
                 "window, if the model has one, keeps all tokens. Pass IsoQuantCache(config=model.config).",
                 stacklevel=2,
             )
-        if layer_idx == self._first_packed():
-            self._begin_forward()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._check_whole()
+        if self._is_bound and layer_idx >= len(layers) > 0:
+            raise ValueError(f"config must be that of the model: it has {len(layers)} layers, got layer_idx {layer_idx}")
+        try:
+            if layer_idx == self._first_packed():
+                self._begin_forward(key_states.shape[-2])
+            self._check_owner(layer_idx)
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except ValueError:
+            self._forget_forward(layer_idx)
+            raise
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that every packed layer holds; those of a forward that failed midway do not count."""
@@ -178,15 +225,16 @@ class IsoQuantCache(Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, IsoQuantLayer):
                 check_crop(tokens_to_remove, layer.get_seq_length(), index)
-        super().crop(tokens_to_remove)
+        for layer in sorted(self.layers, key=lambda layer: type(layer) is IsoQuantLayer):  # others may refuse
+            layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forgets all tokens; the next call may come from another model."""
-        super().reset()
-        self._owner = None
+        """Forgets all tokens. The next call may come from another model, unless ``config`` was given."""
+        self._is_bound = self._has_config
+        self._start_over()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_owner": None}
+        return {**self.__dict__, "_owners": {}}
 
     # ---- what it holds
 

@@ -80,10 +80,10 @@ class IsoQuantLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         fresh = key_states.shape[2]
-        short = fresh == 1 or (self.record_past and fresh <= SHORT_QUERY_LEN)
-        self.decoding = self.decoding or (short and self.exact.length > 0)
         if self.exact.length:
-            self._settle()
+            self._settle()  # a block is full, or an attention call was never answered
+        short = fresh == 1 or (self.record_past and fresh <= SHORT_QUERY_LEN)
+        self.decoding = short and self.exact.length > 0
         self.exact.append(key_states, value_states, self.settings.exact_len)
         self._fresh_len = fresh
         self._account()
@@ -170,15 +170,15 @@ class IsoQuantLayer(CacheLayerMixin):
             if self._visible is not None and query.shape[2] == self._fresh_len == self.exact.length:
                 valid = self._visible[:, -self._fresh_len :]
             self.moments.add(query, self.exact.keys.shape[1], valid)
-        self._settle()
+        if not packed or self.exact.length > self.settings.exact_len:
+            self._settle()  # a block of decoded tokens waits for the next update: the handles of this one still hold the stores
 
     # ---- packing
 
     def _is_due(self) -> bool:
         """Whether tokens would be packed now."""
-        if self.deferred and not self.decoding and self.keys_store is None:
-            if self.exact.length <= self.settings.defer_limit:
-                return False
+        if self.deferred and not self.decoding and self.exact.length <= self.settings.defer_limit:
+            return False
         settings = self.settings
         if self.keys_store is not None:
             return self.exact.length - self.num_sinks >= settings.window_len + settings.flush_len
@@ -188,21 +188,22 @@ class IsoQuantLayer(CacheLayerMixin):
     def _settle(self) -> None:
         if not self._is_due():
             return
-        keys, values = self.exact.keys, self.exact.values
         if self.keys_store is None:
-            keys, values = self._learn(keys, values)
+            self._learn()
+        keys, values = self.exact.keys, self.exact.values
         sinks, tokens = self.num_sinks, self.exact.length - self.num_sinks - self.settings.window_len
         stop = sinks + tokens
         self.keys_store.append(keys[:, :, sinks:stop])
         self.values_store.append(values[:, :, sinks:stop])
-        kept = [torch.cat([x[:, :, :sinks], x[:, :, stop:]], 2) for x in (keys, values)]
-        self.exact.keep(*kept, self.settings.exact_len)
+        del keys, values
+        self.exact.drop(sinks, stop, self.settings.exact_len)
         self.stats.compress_calls += 1
         self.stats.tokens_compressed += tokens
         self._account()
 
-    def _learn(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Opens the stores: finds sinks and padding, learns centre and balance. Returns keys and values in stored order."""
+    def _learn(self) -> None:
+        """Opens the stores: finds sinks and padding, brings the exact tokens into stored order, learns centre and balance."""
+        keys, values = self.exact.keys, self.exact.values
         settings, tokens = self.settings, keys.shape[2]
         valid = self._visible
         if valid is not None:
@@ -210,6 +211,7 @@ class IsoQuantLayer(CacheLayerMixin):
             self.order = sinks_first(leading_padding(valid), settings.num_sinks, tokens)
         if self.order is not None:
             keys, values = self.order.to_stored(keys, 2), self.order.to_stored(values, 2)
+            self.exact.key_buffer, self.exact.value_buffer = keys, values
             valid = self.order.to_stored(valid, 1)
         body = slice(settings.num_sinks, None)
         valid = None if valid is None else valid[:, body]
@@ -224,7 +226,6 @@ class IsoQuantLayer(CacheLayerMixin):
         else:
             self.values_store = self._open(values[:, :, body], valid, None, False, False, False, capacity)
         self.moments = self._visible = None
-        return keys, values
 
     def _open(self, x, valid, query_moment, center, balance, is_key, capacity) -> PackedStore:
         centre = masked_mean(x, valid) if center else None
@@ -262,7 +263,7 @@ class IsoQuantLayer(CacheLayerMixin):
     def _unpack(self, tokens: int) -> None:
         """Back to exact tokens: the first ``tokens`` in sequence order."""
         pieces = self.pieces()
-        kept = [pieces.dense(role, "crop")[:, :, :tokens] for role in "kv"]
+        kept = [pieces.rebuilt(role)[:, :, :tokens] for role in "kv"]
         self._clear()
         self.lazy_initialization(*kept)
         self.exact.keep(*kept, self.settings.exact_len)
@@ -288,9 +289,6 @@ class IsoQuantLayer(CacheLayerMixin):
         self.map_batch(lambda x: x[indices.to(x.device)])
 
     # ---- counting
-
-    def count_decompress(self, reason: str, tokens: int) -> None:
-        self.stats.count_decompress(reason, tokens)
 
     def _account(self) -> None:
         waiting = self.exact.length > self.settings.exact_len

@@ -1,6 +1,7 @@
 """Counters of one cache: what ran on packed data, what was rebuilt, and why."""
 
 import dataclasses
+import warnings
 
 
 @dataclasses.dataclass
@@ -26,10 +27,21 @@ class CacheStats:
     fallback_reasons: dict[str, int] = dataclasses.field(default_factory=dict)
     transient_bytes: int = 0
     peak_transient_bytes: int = 0
+    _has_warned: bool = dataclasses.field(default=False, repr=False)
 
-    def count_decompress(self, reason: str, tokens: int) -> None:
+    def count_decompress(self, tokens: int) -> None:
         self.decompress_calls += 1
         self.tokens_decompressed += tokens
+
+    def count_fallback(self, reason: str) -> None:
+        """Counts a use of packed keys or values by a function that needs them dense; warns of the first."""
+        if not self._has_warned:
+            warnings.warn(
+                f"IsoQuantCache rebuilds packed tokens for {reason}(), which has no packed form: correct, but slow. Use the "
+                "attention implementation sdpa, eager or kvq; cache.stats.fallback_reasons counts such calls.",
+                stacklevel=2,
+            )
+            self._has_warned = True
         self.fallback_calls += 1
         self.fallback_reasons[reason] = self.fallback_reasons.get(reason, 0) + 1
 
@@ -39,10 +51,10 @@ class CacheStats:
 
     def clear(self) -> None:
         """Sets every count to zero; bytes that still wait stay counted."""
-        waiting = self.transient_bytes
-        self.__init__()
+        waiting, warned = self.transient_bytes, self._has_warned
+        self.__init__(_has_warned=warned)
         self.add_transient(waiting)
 
     def __str__(self) -> str:
-        lines = [f"{field.name:22s} {getattr(self, field.name)}" for field in dataclasses.fields(self)]
+        lines = [f"{field.name:22s} {getattr(self, field.name)}" for field in dataclasses.fields(self) if field.repr]
         return "\n".join(lines)
