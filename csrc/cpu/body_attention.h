@@ -30,7 +30,12 @@ static void prepare(const Attention &a, int64_t tile, char *scratch) {
     }
   }
   if (!s.rotation.identity()) rotate_rows(s.rotation, false, w.a, pad, w.b);
-  __builtin_memcpy(a.rotated + tile * TILE * pad, w.a, sizeof(float) * TILE * pad);
+  for (int r = 0; r < TILE && tile * TILE + r < end; r++) {
+    int64_t flat = tile * TILE + r, row = flat % a.rows, within = row % a.row_block, first = row - within;
+    int64_t rows = a.rows - first < a.row_block ? a.rows - first : a.row_block;
+    float *to = a.rotated + (flat - within) * pad + within * TILE;
+    for (int d = 0; d < pad; d += TILE) __builtin_memcpy(to + d * rows, w.a + r * pad + d, sizeof(float) * TILE);
+  }
 }
 
 // weights [rows, 32] = by * (scale[token] * (R q) . code values + bias) for a block of packed keys.
@@ -40,15 +45,15 @@ INLINE void packed_scores(const Task &t, const Planes &planes, const Book &book,
   const float *query = a.rotated + t.flat * a.dim_pad;
   int words = (int)ceil_div(a.dim, WORD_BITS);
   fill(w.weights, t.rows * TILE, 0);
-  if (t.rows <= MAX_ROWS) {
-    packed_product(a.keys.bits, t.rows, planes, words, TILE, query, a.dim_pad, book, w.weights, TILE);
-  } else {  // many rows: unpack once
+  if (t.rows <= FEW_ROWS) {
+    packed_product(a.keys.bits, t.rows, planes, words, TILE, query, book, w.weights, TILE);
+  } else {  // many rows: unpack once, 32 dims at a time
     Planes at = planes;
-    for (int d = 0; d < a.dim_pad; d += TILE) {
-      expand(a.keys.bits, at, TILE, book, w.b + d * TILE, TILE);
+    for (int d = 0; d < a.dim; d += TILE, query += t.rows * TILE) {
+      expand(a.keys.bits, at, TILE, book, w.b, TILE);
+      dense_product(t.rows, w.b, TILE, TILE, TILE, query, TILE, 1, w.weights, TILE);
       for (int p = 0; p < a.keys.bits; p++) at.at[p] += TILE;
     }
-    dense_product(t.rows, w.b, TILE, a.dim, TILE, query, a.dim_pad, 1, w.weights, TILE);
   }
   for (int r = 0; r < t.rows; r++)
     for (int i = 0; i < TILE; i += LANES) {
@@ -64,34 +69,44 @@ INLINE void packed_sums(const Task &t, const Store &s, const Planes &planes, con
     for (int i = 0; i < TILE; i += LANES)
       store(w.weights + r * TILE + i, load(w.weights + r * TILE + i) * load(scale + i));
   int pad = t.a.value_pad;
-  if (t.rows <= MAX_ROWS) {
-    packed_product(s.bits, t.rows, planes, 1, pad, w.weights, TILE, book, t.acc, pad);
+  if (t.rows <= FEW_ROWS) {
+    packed_product(s.bits, t.rows, planes, 1, pad, w.weights, book, t.acc, pad);
   } else {
     expand(s.bits, planes, pad, book, w.b, pad);
     dense_product(t.rows, w.b, pad, TILE, pad, w.weights, TILE, 1, t.acc, pad);
   }
 }
 
-INLINE void load_exact(const Dense &x, int64_t b, int64_t h, int64_t at, int count, int dim, int pad, float *to) {
-  for (int i = 0; i < count; i++) load_padded(row_at(x, b, h, at + i), x.dtype, dim, to + i * pad);
-  fill(to + count * pad, (int64_t)(TILE - count) * pad, 0);
+// A tile [32, ld] of exact tokens as float32: a copy, or the tensor itself where its rows have the right form.
+struct ExactTile {
+  const float *rows;
+  int64_t ld;
+};
+INLINE ExactTile load_exact(const Dense &x, int64_t b, int64_t h, int64_t at, int count, int dim, int pad,
+                            float *copy) {
+  if (x.dtype == FLOAT32 && dim == pad && count == TILE) return {(const float *)row_at(x, b, h, at), x.stride[2]};
+  for (int i = 0; i < count; i++) load_padded(row_at(x, b, h, at + i), x.dtype, dim, copy + i * pad);
+  fill(copy + count * pad, (int64_t)(TILE - count) * pad, 0);
+  return {copy, pad};
 }
 
-// weights [rows, 32] = by * q . k for a tile of exact keys, which stay in w.a [32, dim_pad].
-INLINE void exact_scores(const Task &t, int64_t at, int count, float by, const Scratch &w) {
+// weights [rows, 32] = by * q . k for a tile of exact keys, which is returned.
+INLINE ExactTile exact_scores(const Task &t, int64_t at, int count, float by, const Scratch &w) {
   const Attention &a = t.a;
-  load_exact(a.exact_keys, t.b, t.h, at, count, a.dim, a.dim_pad, w.a);
-  transpose(w.a, a.dim_pad, TILE, a.dim_pad, w.b, TILE);
+  ExactTile keys = load_exact(a.exact_keys, t.b, t.h, at, count, a.dim, a.dim_pad, w.a);
+  transpose(keys.rows, keys.ld, TILE, a.dim_pad, w.b, TILE);
   fill(w.weights, t.rows * TILE, 0);
   dense_product(t.rows, w.b, TILE, a.dim, TILE, a.query + t.flat * a.dim_pad, a.dim_pad, 1, w.weights, TILE);
   scale_row(w.weights, t.rows * TILE, by);
+  return keys;
 }
 
-INLINE void exact_sums(const Task &t, int64_t at, int count, const Scratch &w) {
-  const Attention &a = t.a;
-  float *values = w.a;
-  if (!a.shared) load_exact(a.exact_values, t.b, t.h, at, count, a.value_dim, a.value_pad, values = w.c);
-  dense_product(t.rows, values, a.value_pad, count, a.value_pad, w.weights, TILE, 1, t.acc, a.value_pad);
+INLINE ExactTile exact_values(const Task &t, int64_t at, int count, const Scratch &w) {
+  return load_exact(t.a.exact_values, t.b, t.h, at, count, t.a.value_dim, t.a.value_pad, w.c);
+}
+INLINE void exact_sums(const Task &t, const ExactTile &values, int count, const Scratch &w) {
+  int pad = t.a.value_pad;
+  dense_product(t.rows, values.rows, values.ld, count, pad, w.weights, TILE, 1, t.acc, pad);
 }
 
 struct Range {
@@ -126,9 +141,9 @@ static void attend(const Attention &a, int64_t index, char *scratch) {
   } else {
     for (int64_t at = range.from; at < range.to; at += TILE) {
       int count = tile_count(at, range.to);
-      exact_scores(t, at, count, a.scale, w);
+      ExactTile keys = exact_scores(t, at, count, a.scale, w);
       weigh(t, exact_columns(a, at, count), w);
-      exact_sums(t, at, count, w);
+      exact_sums(t, a.shared ? keys : exact_values(t, at, count, w), count, w);
     }
   }
   end(t, w);
@@ -181,7 +196,7 @@ static void pv(const Attention &a, int64_t index, char *scratch) {
       load_scales(a.values, t.b, t.h, at / TILE, columns.valid, w.vector);
       packed_sums(t, a.values, load_value_words(a.values, t.b, t.h, at / TILE, w.words), book, w.vector, w);
     } else {
-      exact_sums(t, at, columns.count, w);
+      exact_sums(t, exact_values(t, at, columns.count, w), columns.count, w);
     }
   }
   end(t, w);

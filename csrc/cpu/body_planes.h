@@ -25,11 +25,11 @@ NOINLINE Planes load_key_words(const Store &s, int64_t b, int64_t h, int64_t blo
     const uint32_t *from = plane_at(s, b, h, block * TILE, p);
     int64_t stride = plane_stride(s, p);
     planes.at[p] = to;
-    int w = 0;
-    for (; w + 4 <= num_words; w += 4)
-      for (int t = 0; t < TILE; t += 4) transpose_words(from + t * stride + w, stride, to + w * TILE + t, TILE);
-    for (; w < num_words; w++)
-      for (int t = 0; t < TILE; t++) to[w * TILE + t] = from[t * stride + w];
+    for (int w = 0; w < num_words; w += 4)
+      for (int t = 0; t < TILE; t += WORD_ROWS) {
+        int count = num_words - w < 4 ? num_words - w : 4;
+        transpose_words(from + t * stride + w, stride, count, to + w * TILE + t, TILE);
+      }
   }
   return planes;
 }

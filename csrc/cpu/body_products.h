@@ -9,6 +9,8 @@
 
 constexpr int PANEL = LANES * VECS;  // lanes that one pass holds in registers; divides 32
 
+constexpr int FEW_ROWS = 8;  // up to here it is faster to unpack for each group than once into a float tile
+
 // Bit planes of one panel, the plane of code bit b at planes[b] (the sign is the highest bit).
 struct Planes {
   const uint32_t *at[MAX_BITS];
@@ -32,11 +34,18 @@ INLINE Book book_of(const Store &s) {
   return make_book(table);
 }
 
+// Positions J, J + 4, ... of one panel. The words are read anew for each J: kept in registers they would push the sums
+// of AVX2 out of them, and the empty asm keeps the compiler from keeping them.
 template <int BITS, int ROWS, int J>
-INLINE void packed_quarter(const U (&plane)[VECS][BITS], const float *coef, int64_t ldc, const Book &book,
+INLINE void packed_quarter(const Planes &planes, int64_t at, const float *coef, const Book &book,
                            F (&acc)[ROWS][VECS]) {
   U n[VECS];
-  UNROLL_FOR (int v = 0; v < VECS; v++) n[v] = nibbles<BITS, J>(plane[v]);
+  __asm__("" : "+r"(at));
+  UNROLL_FOR (int v = 0; v < VECS; v++) {
+    U plane[BITS];
+    UNROLL_FOR (int b = 0; b < BITS; b++) plane[b] = load_words(planes.at[b] + at + v * LANES);
+    n[v] = nibbles<BITS, J>(plane);
+  }
   UNROLL_FOR (int k = 0; k < 8; k++) {
     F x[VECS];
     UNROLL_FOR (int v = 0; v < VECS; v++) {
@@ -44,23 +53,10 @@ INLINE void packed_quarter(const U (&plane)[VECS][BITS], const float *coef, int6
       n[v] = shift<4>(n[v]);
     }
     UNROLL_FOR (int r = 0; r < ROWS; r++) {
-      F c = splat(coef[r * ldc + 4 * k + J]);
+      F c = splat(coef[r * TILE + 4 * k + J]);
       UNROLL_FOR (int v = 0; v < VECS; v++) acc[r][v] = fma(c, x[v], acc[r][v]);
     }
   }
-}
-
-// 32 positions of one panel.
-template <int BITS, int ROWS>
-INLINE void packed_panel(const Planes &planes, int64_t at, const float *coef, int64_t ldc, const Book &book,
-                         F (&acc)[ROWS][VECS]) {
-  U plane[VECS][BITS];
-  UNROLL_FOR (int v = 0; v < VECS; v++)
-    UNROLL_FOR (int b = 0; b < BITS; b++) plane[v][b] = load_words(planes.at[b] + at + v * LANES);
-  packed_quarter<BITS, ROWS, 0>(plane, coef, ldc, book, acc);
-  packed_quarter<BITS, ROWS, 1>(plane, coef, ldc, book, acc);
-  packed_quarter<BITS, ROWS, 2>(plane, coef, ldc, book, acc);
-  packed_quarter<BITS, ROWS, 3>(plane, coef, ldc, book, acc);
 }
 
 template <int ROWS>
@@ -74,14 +70,21 @@ INLINE void store_panel(float *x, int64_t ldx, const F (&acc)[ROWS][VECS]) {
     UNROLL_FOR (int v = 0; v < VECS; v++) store(x + r * ldx + v * LANES, acc[r][v]);
 }
 
-// out[r][0 .. width) += over `words` words of each lane; word w lies 32 lanes after word w - 1.
+// out[r][0 .. width) += over `words` words of each lane. Word w lies 32 lanes after word w - 1, the coefficients
+// [rows of the group, 32] of word w lie `step` after those of word w - 1.
 template <int BITS, int ROWS>
-NOINLINE void packed_rows(const Planes &planes, int words, int width, const float *coef, int64_t ldc, const Book &book,
+NOINLINE void packed_rows(const Planes &planes, int words, int width, const float *coef, int64_t step, const Book &book,
                           float *out, int64_t ldo) {
   for (int lane = 0; lane < width; lane += PANEL) {
     F acc[ROWS][VECS];
     load_panel(out + lane, ldo, acc);
-    for (int w = 0; w < words; w++) packed_panel<BITS, ROWS>(planes, w * TILE + lane, coef + w * TILE, ldc, book, acc);
+    const float *c = coef;
+    for (int64_t at = lane, end = lane + words * TILE; at < end; at += TILE, c += step) {
+      packed_quarter<BITS, ROWS, 0>(planes, at, c, book, acc);
+      packed_quarter<BITS, ROWS, 1>(planes, at, c, book, acc);
+      packed_quarter<BITS, ROWS, 2>(planes, at, c, book, acc);
+      packed_quarter<BITS, ROWS, 3>(planes, at, c, book, acc);
+    }
     store_panel(out + lane, ldo, acc);
   }
 }
@@ -143,13 +146,13 @@ struct PackedCall {
   const Planes &planes;
   int words, width;
   const float *coef;
-  int64_t ldc;
+  int64_t step;
   const Book &book;
   float *out;
   int64_t ldo;
   template <int ROWS>
   INLINE_MEMBER void with(int r) const {
-    packed_rows<BITS, ROWS>(planes, words, width, coef + r * ldc, ldc, book, out + r * ldo, ldo);
+    packed_rows<BITS, ROWS>(planes, words, width, coef + r * TILE, step, book, out + r * ldo, ldo);
   }
 };
 
@@ -158,11 +161,13 @@ INLINE void dense_product(int rows, const float *x, int64_t ldx, int count, int 
   in_groups(rows, DenseCall{x, ldx, count, width, coef, ldc, step, out, ldo});
 }
 
+// coef [words, rows, 32].
 INLINE void packed_product(int bits, int rows, const Planes &planes, int words, int width, const float *coef,
-                           int64_t ldc, const Book &book, float *out, int64_t ldo) {
-  if (bits == 2) in_groups(rows, PackedCall<2>{planes, words, width, coef, ldc, book, out, ldo});
-  if (bits == 3) in_groups(rows, PackedCall<3>{planes, words, width, coef, ldc, book, out, ldo});
-  if (bits == 4) in_groups(rows, PackedCall<4>{planes, words, width, coef, ldc, book, out, ldo});
+                           const Book &book, float *out, int64_t ldo) {
+  int64_t step = rows * TILE;
+  if (bits == 2) in_groups(rows, PackedCall<2>{planes, words, width, coef, step, book, out, ldo});
+  if (bits == 3) in_groups(rows, PackedCall<3>{planes, words, width, coef, step, book, out, ldo});
+  if (bits == 4) in_groups(rows, PackedCall<4>{planes, words, width, coef, step, book, out, ldo});
 }
 
 template <int BITS, int J>

@@ -2,6 +2,7 @@
 // value.
 #pragma once
 
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -16,16 +17,17 @@ namespace kvq {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
+using Sizes = std::initializer_list<int64_t>;  // -1: any
 
 #define KVQ_CHECK(condition, name, rule, value) STD_TORCH_CHECK(condition, name, " must ", rule, ", got ", value)
 
 std::string text(const Tensor &x);  // "float32 [1, 8, 32, 128]"
 int64_t size_at(const Tensor &x, int64_t dim);
 
-// A dense float tensor with these sizes (-1: any) and a contiguous last dim.
-Dense dense_of(const char *name, const Tensor &x, std::vector<int64_t> sizes);
-// Strides of the leading dims of a float32 tensor.
-float *floats_of(const char *name, const Tensor &x, std::vector<int64_t> sizes, int64_t *strides);
+// A dense float tensor of four dims with these sizes and a contiguous last dim.
+Dense dense_of(const char *name, const Tensor &x, Sizes sizes);
+// A float32 tensor with these sizes and its strides.
+float *floats_of(const char *name, const Tensor &x, Sizes sizes, int64_t *strides);
 Dtype dtype_of(const char *name, const Tensor &x);
 
 Rotation rotation_of(const Tensor &signs, const Tensor &blocks, const Tensor &matrix, int64_t dim);
@@ -33,7 +35,7 @@ Rotation rotation_of(const Tensor &signs, const Tensor &blocks, const Tensor &ma
 Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64_t batch, int64_t heads, int64_t tokens,
                int64_t dim);
 // The mask, broadcast to [batch, heads, queries, columns].
-Mask mask_of(const Tensor &mask, const std::vector<int64_t> &sizes);
+Mask mask_of(const Tensor &mask, Sizes sizes);
 
 // Grow-only memory of a thread, aligned to 64 bytes: `call` for what all workers of a call share, `worker` for one
 // worker.

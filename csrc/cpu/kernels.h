@@ -71,7 +71,7 @@ struct Attention {
   int64_t row_block, row_blocks, split_len, packed_splits, exact_splits;
   // Scratch of the call. A task is (b, h, block of rows, split).
   float *query;    // [flat rows, dim_pad] q as float32
-  float *rotated;  // [flat rows, dim_pad] R (q * balance)
+  float *rotated;  // R (q * balance), [dim_pad / 32, rows, 32] for each block of rows
   float *bias;     // [flat rows] q . centre
   float *partial;  // [tasks, row_block, value_pad] sums of weights times values, packed ones before R^T
   float *state;    // [tasks, row_block, 2] maximum of the logits, sum of the weights

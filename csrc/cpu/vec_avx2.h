@@ -71,3 +71,15 @@ INLINE F load_float16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si12
 INLINE void store_float16(uint16_t *p, F x) {
   _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+
+// Up to 4 words of WORD_ROWS rows: y[w][row] = x[row][w].
+constexpr int WORD_ROWS = 4;
+INLINE void transpose_words(const uint32_t *x, int64_t ldx, int words, uint32_t *y, int64_t ldy) {
+  __m128i mask = _mm_cmpgt_epi32(_mm_set1_epi32(words), _mm_setr_epi32(0, 1, 2, 3)), r[4], out[4];
+  for (int i = 0; i < 4; i++) r[i] = _mm_maskload_epi32((const int *)(x + i * ldx), mask);
+  __m128i low0 = _mm_unpacklo_epi32(r[0], r[1]), low1 = _mm_unpacklo_epi32(r[2], r[3]);
+  __m128i high0 = _mm_unpackhi_epi32(r[0], r[1]), high1 = _mm_unpackhi_epi32(r[2], r[3]);
+  out[0] = _mm_unpacklo_epi64(low0, low1), out[1] = _mm_unpackhi_epi64(low0, low1);
+  out[2] = _mm_unpacklo_epi64(high0, high1), out[3] = _mm_unpackhi_epi64(high0, high1);
+  for (int w = 0; w < words; w++) _mm_storeu_si128((__m128i *)(y + w * ldy), out[w]);
+}

@@ -58,3 +58,21 @@ INLINE F load_float16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_s
 INLINE void store_float16(uint16_t *p, F x) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+
+// Up to 4 words of WORD_ROWS rows: y[w][row] = x[row][w]. Lane l of r[j] is row 4l + j, so lanes end in order.
+constexpr int WORD_ROWS = 16;
+INLINE void transpose_words(const uint32_t *x, int64_t ldx, int words, uint32_t *y, int64_t ldy) {
+  __mmask8 mask = (__mmask8)((1 << words) - 1);
+  __m512i r[4], out[4];
+  for (int j = 0; j < 4; j++) {
+    r[j] = _mm512_castsi128_si512(_mm_maskz_loadu_epi32(mask, x + j * ldx));
+    r[j] = _mm512_inserti32x4(r[j], _mm_maskz_loadu_epi32(mask, x + (4 + j) * ldx), 1);
+    r[j] = _mm512_inserti32x4(r[j], _mm_maskz_loadu_epi32(mask, x + (8 + j) * ldx), 2);
+    r[j] = _mm512_inserti32x4(r[j], _mm_maskz_loadu_epi32(mask, x + (12 + j) * ldx), 3);
+  }
+  __m512i low0 = _mm512_unpacklo_epi32(r[0], r[1]), low1 = _mm512_unpacklo_epi32(r[2], r[3]);
+  __m512i high0 = _mm512_unpackhi_epi32(r[0], r[1]), high1 = _mm512_unpackhi_epi32(r[2], r[3]);
+  out[0] = _mm512_unpacklo_epi64(low0, low1), out[1] = _mm512_unpackhi_epi64(low0, low1);
+  out[2] = _mm512_unpacklo_epi64(high0, high1), out[3] = _mm512_unpackhi_epi64(high0, high1);
+  for (int w = 0; w < words; w++) _mm512_storeu_si512(y + w * ldy, out[w]);
+}

@@ -81,7 +81,10 @@ INLINE void transpose_square(const float *x, int64_t ldx, float *y, int64_t ldy)
   for (int i = 0; i < 8; i++)
     for (int j = 0; j < 8; j++) y[j * ldy + i] = x[i * ldx + j];
 }
-INLINE void transpose_words(const uint32_t *x, int64_t ldx, uint32_t *y, int64_t ldy) {  // 4 x 4
-  for (int i = 0; i < 4; i++)
-    for (int j = 0; j < 4; j++) y[j * ldy + i] = x[i * ldx + j];
+
+// Up to 4 words of WORD_ROWS rows: y[w][row] = x[row][w].
+constexpr int WORD_ROWS = 4;
+INLINE void transpose_words(const uint32_t *x, int64_t ldx, int words, uint32_t *y, int64_t ldy) {
+  for (int w = 0; w < words; w++)
+    for (int i = 0; i < WORD_ROWS; i++) y[w * ldy + i] = x[i * ldx + w];
 }

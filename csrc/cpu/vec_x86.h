@@ -1,18 +1,5 @@
-// Transposes of small squares, for AVX2 and AVX-512 alike.
+// The transpose of small squares, for AVX2 and AVX-512 alike.
 #pragma once
-
-INLINE void transpose_words(const uint32_t *x, int64_t ldx, uint32_t *y, int64_t ldy) {  // 4 x 4
-  __m128i r[4], t[4];
-  for (int i = 0; i < 4; i++) r[i] = _mm_loadu_si128((const __m128i *)(x + i * ldx));
-  for (int i = 0; i < 2; i++) {
-    t[i] = _mm_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 + i] = _mm_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 2; i++) {
-    _mm_storeu_si128((__m128i *)(y + 2 * i * ldy), _mm_unpacklo_epi64(t[2 * i], t[2 * i + 1]));
-    _mm_storeu_si128((__m128i *)(y + (2 * i + 1) * ldy), _mm_unpackhi_epi64(t[2 * i], t[2 * i + 1]));
-  }
-}
 
 INLINE void transpose_square(const float *x, int64_t ldx, float *y, int64_t ldy) {  // 8 x 8
   __m256 r[8], t[8];
