@@ -1,5 +1,6 @@
 """What the demo measures: one generation with its progress bars, and the bytes a cache holds as it grows."""
 
+import copy
 import time
 from dataclasses import dataclass
 
@@ -75,6 +76,15 @@ def generate(model, prompt: torch.Tensor, cache, new_tokens: int) -> Run:
     start, first, *_, last = progress.times
     tokens = out[0, progress.prompt_len :].tolist()
     return Run(tokens, progress.prompt_len, first - start, last - first, cache)
+
+
+@torch.inference_mode()
+def agreement(model, run: Run, tokens: list[int]) -> float:
+    """Share of ``tokens`` (but the first) that ``run``'s cache would choose too after the prompt and those before."""
+    cache = copy.deepcopy(run.cache)
+    cache.crop(run.prompt_len - cache.get_seq_length())
+    logits = model(torch.tensor([tokens[:-1]]), past_key_values=cache).logits
+    return (logits[0].argmax(-1) == torch.tensor(tokens[1:])).float().mean().item()
 
 
 def resident_bytes(cache) -> int:
