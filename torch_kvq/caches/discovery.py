@@ -30,17 +30,19 @@ def make_layers(config: PreTrainedConfig, settings: IsoQuantSettings, stats: Cac
     return layers
 
 
-def config_of_caller(depth: int = 2) -> PreTrainedConfig | None:
-    """The config of the nearest model among the calling frames: ``self`` of a module, or ``config`` inside transformers."""
+@torch.compiler.disable  # breaks the graph: what dynamo traces has no frames
+def config_of_caller(kind: type = torch.nn.Module, depth: int = 2) -> PreTrainedConfig | None:
+    """The config of the nearest model among the calling frames: ``self`` of a ``kind``, or ``config`` inside transformers."""
     for frame in _frames(depth + 1):
         module, config = frame.f_locals.get("self"), frame.f_locals.get("config")
-        if isinstance(module, torch.nn.Module) and isinstance(getattr(module, "config", None), PreTrainedConfig):
+        if isinstance(module, kind) and isinstance(getattr(module, "config", None), PreTrainedConfig):
             return module.config
         if isinstance(config, PreTrainedConfig) and frame.f_globals.get("__name__", "").startswith("transformers"):
             return config
     return None
 
 
+@torch.compiler.disable
 def generation_options(depth: int = 2) -> GenerationConfig | None:
     """The options of the nearest ``generate`` among the calling frames."""
     for frame in _frames(depth + 1):
@@ -52,6 +54,8 @@ def generation_options(depth: int = 2) -> GenerationConfig | None:
 
 def module_of_caller(depth: int = 2) -> weakref.ref | None:
     """The module two frames around ``depth``, that is the attention that called ``update``; ``None`` if it cannot be told."""
+    if torch.compiler.is_compiling():
+        return None
     for frame in _frames(depth + 1, 2):
         module = frame.f_locals.get("self")
         if isinstance(module, torch.nn.Module):
@@ -60,8 +64,6 @@ def module_of_caller(depth: int = 2) -> weakref.ref | None:
 
 
 def _frames(depth: int, most: int = _MAX_FRAMES):
-    if torch.compiler.is_compiling():
-        return
     frame = sys._getframe(depth)
     for _ in range(most):
         if frame is None:

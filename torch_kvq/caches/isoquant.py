@@ -3,6 +3,7 @@
 import warnings
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -67,7 +68,7 @@ class IsoQuantCache(Cache):
         )  # fmt: skip
         self.stats = CacheStats()
         self._has_config, self._config, self._layers, self._owners = config is not None, config, [], {}
-        self._is_bound, self._is_broken, self._deferred = False, False, prefill == "deferred"
+        self._is_bound, self._is_guess, self._is_broken, self._deferred = False, False, False, prefill == "deferred"
         super().__init__(layer_class_to_replicate=self._new_layer)
         if config is not None:
             self._bind(config)
@@ -81,6 +82,7 @@ class IsoQuantCache(Cache):
             config = config_of_caller()
             if config is not None:
                 self._bind(config)
+                self._is_guess = True
         return self._layers
 
     @layers.setter
@@ -92,6 +94,17 @@ class IsoQuantCache(Cache):
         self._is_bound, self._config = True, config
         if layers:
             self._layers, self.layer_class_to_replicate = layers, None
+
+    def _confirm(self) -> None:
+        """Before the first tokens: the model that asked first may have been a user's module with a config of its own."""
+        self._is_guess = False
+        config = config_of_caller(PreTrainedModel)
+        if config is None or config is self._config:
+            return
+        kinds = [type(layer) for layer in make_layers(config, self.settings, self.stats)]
+        if kinds != [type(layer) for layer in self._layers]:
+            self._config = config
+            self._start_over()
 
     def _new_layer(self) -> IsoQuantLayer:
         """The next layer of a cache that knows no config."""
@@ -186,6 +199,9 @@ class IsoQuantCache(Cache):
             ValueError: see ``IsoQuantLayer.update``; also a second model on a cache that is not empty.
         """
         layers = self.layers
+        if self._is_guess:
+            self._confirm()
+            layers = self._layers
         if not self._is_bound and not layers:
             warnings.warn(
                 "IsoQuantCache found no model config among the callers: every layer is taken for full attention and a sliding "
@@ -196,9 +212,9 @@ class IsoQuantCache(Cache):
         if self._is_bound and layer_idx >= len(layers) > 0:
             raise ValueError(f"config must be that of the model: it has {len(layers)} layers, got layer_idx {layer_idx}")
         try:
+            self._check_owner(layer_idx)
             if layer_idx == self._first_packed():
                 self._begin_forward(key_states.shape[-2])
-            self._check_owner(layer_idx)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
             self._forget_forward(layer_idx)

@@ -86,7 +86,8 @@ class IsoQuantLayer(CacheLayerMixin):
         self.decoding = short and self.exact.length > 0
         self.exact.append(key_states, value_states, self.settings.exact_len)
         self._fresh_len = fresh
-        self._account()
+        if not self.decoding:
+            self._account()
         pieces = self.pieces()
         if self.moments is None and not pieces.is_packed and not self._is_due():
             return pieces.exact_keys, pieces.exact_values

@@ -40,6 +40,9 @@ class IsoQuantSettings:
         check_count("window_len", self.window_len, 0)
         check_count("defer_limit", self.defer_limit, 0)
         check_count("seed", self.seed, 0)
+        for name in ("balance", "center"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.window_len < self.flush_len:
             raise ValueError(
                 f"window_len must be at least flush_len ({self.flush_len}), one flush block, got {self.window_len}"
