@@ -69,7 +69,7 @@ def ninja_text(root: Path, output: Path, compiler: str) -> str:
     torch = torch_root()
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     mac = sys.platform == "darwin"
-    link = "-undefined dynamic_lookup" if mac else f"-L{torch / 'lib'} -Wl,--no-as-needed -ltorch_cpu"
+    link = "-undefined dynamic_lookup" if mac else f"-L{torch / 'lib'} -Wl,--no-as-needed -ltorch_cpu -Wl,-z,defs"
     lines = [
         "ninja_required_version = 1.5",
         "builddir = build/kvq",
@@ -147,8 +147,8 @@ class PlatformWheel(bdist_wheel):
         self.root_is_pure = os.environ.get("KVQ_NO_BUILD", "0") not in ("", "0")
 
     def get_tag(self):
-        _, _, name = super().get_tag()
-        return "py3", "none", name
+        built = (ROOT / "torch_kvq" / "_lib" / LIBRARY).exists() and not self.root_is_pure
+        return "py3", "none", super().get_tag()[2] if built else "any"
 
 
 if __name__ == "__main__":

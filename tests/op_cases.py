@@ -102,6 +102,8 @@ CASES = [
     Case("D128-192", dim=128, value_dim=192, tokens=70, queries=70),
     *(Case(f"G{g}", group=g) for g in (1, 3, 4, 8, 16)),
     *(Case(f"M{m}", queries=m, tokens=100) for m in (2, 3, 4, 5, 70)),
+    Case("rows", dim=12, group=16, queries=600, tokens=40),
+    Case("rows-masked", dim=12, group=16, queries=600, tokens=40, mask="bool", batch=2),
     *(Case(f"bits{k}{v}", bits=(k, v), tokens=100, queries=9) for k in (2, 3, 4) for v in (2, 3, 4)),
     *(Case(f"mask-{m}", mask=m, queries=3, batch=2) for m in ("bool", "float", "heads", "row", "column", "ones")),
     Case("mask-dead", mask="dead", queries=3, batch=2),

@@ -33,10 +33,7 @@ void attend(const Tensor &q, const Tensors &keys, const Tensors &values, const T
     a.sink_logits = floats_of("sink_logits", *sink_logits, {q.size(1)}, &stride);
     KVQ_CHECK(sink_logits->is_contiguous(), "sink_logits", "be contiguous", "stride " + std::to_string(stride));
   }
-  plan(a, true);
-  run_prepare(a);
-  run_tasks(a, kernels().attend);
-  run_finish(a);
+  run_phases(a, true, kernels().attend, true);
 }
 
 }  // namespace

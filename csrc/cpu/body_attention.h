@@ -132,7 +132,7 @@ static void attend(const Attention &a, int64_t index, char *scratch) {
       Columns columns = packed_columns(a, block, a.start, a.length);
       load_scales(a.keys, t.b, t.h, block, columns.valid, w.vector);
       packed_scores(t, load_key_words(a.keys, t.b, t.h, block, w.words), key_book, w.vector, a.scale, w);
-      weigh(t, columns, w);
+      if (!weigh(t, columns, w)) continue;
       if (!a.shared) load_scales(values, t.b, t.h, block, columns.valid, w.vector);
       Planes planes = a.shared ? load_shared_words(a.keys, t.b, t.h, block, w.words, w.columns)
                                : load_value_words(values, t.b, t.h, block, w.words);

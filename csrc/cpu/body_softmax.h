@@ -68,8 +68,10 @@ INLINE void apply_mask(const Task &t, int r, const Columns &columns, float *logi
 }
 
 // Logits [rows, 32] to weights exp(logit - maximum), in place; rescales what was summed before where a maximum rose.
-NOINLINE void weigh(const Task &t, const Columns &columns, const Scratch &w) {
+// False if no row attends to any of the tokens.
+NOINLINE bool weigh(const Task &t, const Columns &columns, const Scratch &w) {
   const Attention &a = t.a;
+  bool any = false;
   for (int r = 0; r < t.rows; r++) {
     float *x = w.weights + r * TILE, *sums = w.sums + r * TILE;
     if (a.softcap != 0)
@@ -82,6 +84,7 @@ NOINLINE void weigh(const Task &t, const Columns &columns, const Scratch &w) {
     F top = load(x);
     for (int i = LANES; i < TILE; i += LANES) top = maximum(top, load(x + i));
     float maximum_now = reduce_max(top), before = w.maxima[r];
+    any |= maximum_now > -__builtin_inff();
     if (maximum_now > before) {
       float by = before == -__builtin_inff() ? 0 : exp_one(before - maximum_now);
       store(sums, load(sums) * splat(by));
@@ -96,6 +99,7 @@ NOINLINE void weigh(const Task &t, const Columns &columns, const Scratch &w) {
     }
     store(sums, sum);
   }
+  return any;
 }
 
 INLINE void begin(const Task &t, const Scratch &w, float maximum_before) {

@@ -57,9 +57,7 @@ const Kernels &kernels();
 
 // plan.cpp: the parts of attend, qk and pv that are alike.
 void check_heads(Attention &a, const Tensor &q, const char *name, int64_t heads);
-void plan(Attention &a, bool with_queries);
-void run_tasks(const Attention &a, void (*task)(const Attention &, int64_t, char *));
-void run_prepare(const Attention &a);
-void run_finish(const Attention &a);
+// The phases: prepare (with queries), the tasks, finish (unless the tasks write the output themselves).
+void run_phases(const Attention &a, bool prepare, void (*task)(const Attention &, int64_t, char *), bool finish);
 
 }  // namespace kvq
