@@ -40,7 +40,7 @@ def relative_error(ours, theirs):
 def make_store(x, bits, along_tokens, kind="isoquant", centre=True, balance=True, rule="matched", fill=True):
     """The nine tensors of a store of ``x [B, H, T, D]``, encoded by the reference; its unused capacity is junk."""
     batch, heads, tokens, dim = x.shape
-    capacity = layout.round_up(tokens + 1)
+    capacity = layout.round_up(tokens + 1) if tokens else 0
     shapes = (layout.value_shapes if along_tokens else layout.key_shapes)(batch, heads, capacity, dim, bits)
     rng = torch.Generator().manual_seed(dim + bits)
     store = [
@@ -116,6 +116,7 @@ CASES = [
     Case("only-sinks", exact=4),
     Case("no-exact", exact=0, num_sinks=0),
     Case("only-exact", tokens=0, exact=77),
+    Case("nothing", tokens=0, exact=0, num_sinks=0),
     Case("long-exact", tokens=40, exact=1100, queries=2),
     Case("batch3", batch=3, queries=2, tokens=1100),
     Case("bf16", dtype=torch.bfloat16, queries=2, dim=128),

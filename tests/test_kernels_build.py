@@ -99,6 +99,17 @@ def test_an_unknown_instruction_set_is_an_error(fresh):
         native.load()
 
 
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the kernels were not built")
+def test_the_instruction_set_can_be_asked_for(fresh):
+    native.load()
+    before = native.cpu_isa()
+    fresh.setattr(native, "_state", native._State())
+    fresh.setenv(native.VARIABLE, "scalar")
+    assert native.load() is True and native.cpu_isa() == "scalar"
+    assert all("scalar was asked for" in reason for reason in native.skipped().values())
+    native.set_cpu_isa(before)
+
+
 def test_an_instruction_set_without_kernels_is_an_error(fresh, tmp_path):
     fresh.setenv(native.VARIABLE, "scalar")
     with pytest.raises(RuntimeError, match="KVQ_CPU_ISA=scalar needs the compiled kernels: .*missing"):
