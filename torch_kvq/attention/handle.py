@@ -27,7 +27,8 @@ def handles(*functions: Callable) -> Callable:
     def register(handler: Callable) -> Callable:
         parameters = inspect.signature(handler).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        names = None if takes_any else frozenset(parameters)
+        named = (name for name, each in parameters.items() if each.kind is not each.VAR_POSITIONAL)
+        names = None if takes_any else frozenset(named)
         for function in functions:
             _HANDLERS.setdefault(function, []).append((handler, names))
         return handler
@@ -114,11 +115,7 @@ class KVHandle(LazyTensor):
         return KVHandle.make(self.pieces, self.role, self.repeat if repeat is None else repeat, form)
 
     def __reduce_ex__(self, protocol):
-        return _restored, (self.dense("pickle"),)
-
-
-def _restored(x: torch.Tensor) -> torch.Tensor:
-    return x
+        return self.dense("pickle").__reduce_ex__(protocol)
 
 
 def is_handle(x, role: str, form: str = "plain") -> bool:
@@ -171,7 +168,7 @@ def _transpose(x, dim0, dim1):
 @handles(torch.Tensor.__getitem__)
 def _getitem(x, index):
     everything = slice(None)
-    whole = isinstance(index, tuple) and len(index) == 5 and index[2] is None
+    whole = isinstance(index, tuple) and len(index) in (3, 4, 5) and index[2] is None
     if not (isinstance(x, KVHandle) and x.form == "plain" and x.repeat == 1 and whole):
         return NotImplemented
     if all(isinstance(part, slice) and part == everything for place, part in enumerate(index) if place != 2):
@@ -225,7 +222,7 @@ _PROPERTIES = (
 )
 _METHODS = (
     *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device"),
-    *("__len__", "__repr__"),
+    *("__len__", "__repr__", "__format__"),
 )
 _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),

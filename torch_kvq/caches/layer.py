@@ -76,6 +76,7 @@ class IsoQuantLayer(CacheLayerMixin):
         Raises:
             ValueError: shape, dtype, device, head dim, gradients or values that are not finite; nothing was changed.
         """
+        self.stats.warn_of_fallback()
         check_states(self, key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

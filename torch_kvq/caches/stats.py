@@ -3,6 +3,8 @@
 import dataclasses
 import warnings
 
+import torch
+
 
 @dataclasses.dataclass
 class CacheStats:
@@ -34,16 +36,22 @@ class CacheStats:
         self.tokens_decompressed += tokens
 
     def count_fallback(self, reason: str) -> None:
-        """Counts a use of packed keys or values by a function that needs them dense; warns of the first."""
-        if not self._has_warned:
-            warnings.warn(
-                f"IsoQuantCache rebuilds packed tokens for {reason}(), which has no packed form: correct, but slow. Use the "
-                "attention implementation sdpa, eager or kvq; cache.stats.fallback_reasons counts such calls.",
-                stacklevel=2,
-            )
-            self._has_warned = True
+        """Counts a use of packed keys or values by a function that needs them dense."""
         self.fallback_calls += 1
         self.fallback_reasons[reason] = self.fallback_reasons.get(reason, 0) + 1
+        if not torch.compiler.is_compiling():
+            self.warn_of_fallback()
+
+    def warn_of_fallback(self) -> None:
+        """Warns, once, of the first function counted."""
+        if self._has_warned or not self.fallback_reasons:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"IsoQuantCache rebuilds packed tokens for {next(iter(self.fallback_reasons))}(), which has no packed form: correct, "
+            "but slow. Use the attention implementation sdpa, eager or kvq; cache.stats.fallback_reasons counts such calls.",
+            stacklevel=2,
+        )
 
     def add_transient(self, change: int) -> None:
         self.transient_bytes += change
