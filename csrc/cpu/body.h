@@ -1,4 +1,5 @@
-// All bodies of one instruction set, in its own namespace. KVQ_ISA names it, KVQ_VECTORS is its vector header.
+// All bodies of one instruction set, in its own namespace. KVQ_ISA names it, KVQ_VECTORS is its vector header and
+// KVQ_VECTORS_X86, if there is one, what it shares with others. The headers below are parts of this one.
 #pragma once
 
 #include "kernels.h"
@@ -38,8 +39,8 @@ struct Constant {
 #define KVQ_TEXT_(x) #x
 #define KVQ_TEXT(x) KVQ_TEXT_(x)
 const Kernels KVQ_JOIN(KVQ_ISA, _kernels) = {
-    KVQ_TEXT(KVQ_ISA), KVQ_ISA::LANES, KVQ_ISA::rotate, KVQ_ISA::encode, KVQ_ISA::decode, KVQ_ISA::prepare,
-    KVQ_ISA::attend,   KVQ_ISA::qk,    KVQ_ISA::pv,     KVQ_ISA::finish, KVQ_ISA::merge,
+    KVQ_TEXT(KVQ_ISA), KVQ_ISA::rotate, KVQ_ISA::encode, KVQ_ISA::decode, KVQ_ISA::prepare,
+    KVQ_ISA::attend,   KVQ_ISA::qk,     KVQ_ISA::pv,     KVQ_ISA::finish, KVQ_ISA::merge,
 };
 
 }  // namespace kvq

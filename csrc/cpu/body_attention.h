@@ -29,7 +29,7 @@ static void prepare(const Attention &a, int64_t tile, char *scratch) {
       for (int i = 0; i < a.dim; i++) x[i] *= balance[i];
     }
   }
-  if (!s.rotation.identity()) rotate_rows(s.rotation, false, w.a, pad, w.b);
+  if (!is_identity(s.rotation)) rotate_rows(s.rotation, false, w.a, pad, w.b);
   for (int r = 0; r < TILE && tile * TILE + r < end; r++) {
     int64_t flat = tile * TILE + r, row = flat % a.rows, within = row % a.row_block, first = row - within;
     int64_t rows = a.rows - first < a.row_block ? a.rows - first : a.row_block;

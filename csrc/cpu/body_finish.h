@@ -35,7 +35,7 @@ static void finish(const Attention &a, int64_t tile, char *scratch) {
   int pad = a.value_pad, count = tile_count(flat, all);
   Total totals[TILE];
   for (int r = 0; r < count; r++) totals[r] = gather(a, flat + r, w.a + r * pad, w.c + r * pad);
-  if (a.packed_splits && !s.rotation.identity()) {
+  if (a.packed_splits && !is_identity(s.rotation)) {
     fill(w.a + count * pad, (int64_t)(TILE - count) * pad, 0);
     rotate_rows(s.rotation, true, w.a, pad, w.b);
   }

@@ -1,6 +1,8 @@
 // R and R^T on a tile [D, 32]: lanes are vectors, so every step is whole vectors with a scalar from the rotation.
 #pragma once
 
+INLINE bool is_identity(const Rotation &r) { return r.rounds == 0 && !r.blocks && !r.matrix; }
+
 template <int RADIX>
 INLINE void hadamard_pass(float *x, int size, int half) {
   for (int base = 0; base < size; base += RADIX * half)

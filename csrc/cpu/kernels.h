@@ -22,7 +22,6 @@ struct Rotation {
   const float *signs;   // [rounds, D]
   const float *blocks;  // [D/4, 4, 4] or null
   const float *matrix;  // [D, D] or null
-  bool identity() const { return rounds == 0 && !blocks && !matrix; }
 };
 
 // One packed store. Strides are in elements; the last dim is contiguous.
@@ -77,14 +76,16 @@ struct Attention {
   float *state;    // [tasks, row_block, 2] maximum of the logits, sum of the weights
 };
 
+// encode and decode: tokens start .. start + tokens of a store and their dense vectors x.
 struct Coding {
   Store store;
   bool along_tokens;
   Dense x;
   int64_t heads, start, tokens;
-  int rule;  // encode
+  int rule;  // ScaleRule of encode
 };
 
+// merge: outs [P, B, H, M, D] and lses [P, B, H, M].
 struct Pieces {
   int64_t pieces, heads, queries;
   int dim;
@@ -100,19 +101,19 @@ struct Pieces {
 
 struct Kernels {
   const char *name;
-  int lanes;
-  // Up to 32 vectors of one rotation. `scratch` as in scratch_bytes.
+  // Up to 32 vectors. `scratch` is scratch_bytes of memory of this worker, as in all that follow.
   void (*rotate)(const Rotation &, bool inverse, const char *const *x, Dtype, char *const *out, Dtype, int count,
                  char *scratch);
   // One block of 32 tokens of one head; `block` counts from the block of `start`.
   void (*encode)(const Coding &, int64_t batch, int64_t head, int64_t block, char *scratch);
   void (*decode)(const Coding &, int64_t batch, int64_t head, int64_t block, char *scratch);
   void (*prepare)(const Attention &, int64_t tile, char *scratch);  // 32 flat rows of queries
+  // One task.
   void (*attend)(const Attention &, int64_t task, char *scratch);
   void (*qk)(const Attention &, int64_t task, char *scratch);
   void (*pv)(const Attention &, int64_t task, char *scratch);
   void (*finish)(const Attention &, int64_t tile, char *scratch);  // 32 flat rows of outputs
-  void (*merge)(const Pieces &, int64_t row, char *scratch);
+  void (*merge)(const Pieces &, int64_t row, char *scratch);       // one output row
 };
 
 // Scratch of one worker for head dims padded to `pad`: three tiles, words, bit columns, weights and two vectors.

@@ -9,7 +9,7 @@
 namespace kvq {
 
 namespace {
-constexpr int64_t SPLIT_LEN = 1024, MAX_TASKS = 1024, MAX_ROWS = 16384;
+constexpr int64_t SPLIT_LEN = 1024, MAX_TASKS = 1024, MAX_PART_ROWS = 16384;
 }
 
 void check_heads(Attention &a, const Tensor &q, const char *name, int64_t heads) {
@@ -62,7 +62,7 @@ void run_phases(const Attention &a, bool prepare, void (*task)(const Attention &
   const Kernels &k = kernels();
   int64_t heads = a.batch * a.heads * a.group;
   if (heads * a.queries == 0) return;
-  int64_t step = heads < MAX_ROWS ? MAX_ROWS / heads : 1;
+  int64_t step = heads < MAX_PART_ROWS ? MAX_PART_ROWS / heads : 1;
   for (int64_t first = 0; first < a.queries; first += step) {
     Attention part = part_of(a, first, a.queries - first < step ? a.queries - first : step);
     plan(part, prepare);
