@@ -1,9 +1,10 @@
-# make demo | test | test-gpu | lint | clean.  Everything is installed in .venv; a step runs again only when what it
-# depends on has changed.  TORCH and PYTHON may be given: make test TORCH=torch==2.11.0 PYTHON=python3.12
+# make demo | test | test-gpu | lint | install | clean.  All is installed in .venv; a step runs again only when what it
+# depends on has changed.  Variables may be given: make test TORCH=torch==2.11.0 PYTHON=python3.12 JOBS=8
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS ?= 5.17.0
+JOBS ?= 2
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -13,20 +14,24 @@ DONE := $(VENV)/done
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 RUN := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+SPREAD := --numprocesses $(JOBS) --dist worksteal
 
 demo: $(DONE)/project $(DONE)/model
 	$(RUN) $(BIN)/python examples/demo.py
 
 test: $(DONE)/project $(DONE)/model $(OLDEST)
-	$(RUN) $(BIN)/python -m pytest $(PYTEST_ARGS)
-	$(RUN) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m versions $(PYTEST_ARGS)
+	$(RUN) $(PYTEST) $(SPREAD)
+	$(RUN) PYTHONPATH=$(OLDEST) $(PYTEST) $(SPREAD) -m versions
 
 test-gpu: $(DONE)/project $(DONE)/model
-	$(RUN) $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	$(RUN) $(PYTEST) -m gpu
 
 lint: $(DONE)/project
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+install: $(DONE)/project $(DONE)/model
 
 clean:
 	rm -rf $(VENV) .models build dist *.egg-info torch_kvq/_lib/*.so demo_kv_bytes.png
@@ -59,4 +64,4 @@ $(OLDEST): | $(DONE)/packages
 	rm -rf $@.part && $(PIP) install --target $@.part transformers==$(OLDEST_TRANSFORMERS)
 	mv $@.part $@
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu lint install clean
