@@ -66,7 +66,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("family, attn", MODELS)
+@pytest.mark.parametrize("family, attn", [("llama", "sdpa"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")])
 @pytest.mark.parametrize("length", [40, 110])
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_equal_a_rebuilt_cache(family, attn, length, name):
@@ -124,11 +124,11 @@ LENGTH = 140  # 4 sinks, a body, 32 to 47 recent tokens
 
 
 @pytest.mark.parametrize("family, attn", FEW)
-@pytest.mark.parametrize("kept", [140, 139, 120, 90, 40, 6, 5, 4, 3, 1])
+@pytest.mark.parametrize("kept", [139, 120, 90, 6, 5, 4, 1])
 def test_crop_then_more_tokens(family, attn, kept):
     """Cropped into window, body and sinks: what follows equals a dense twin that was cropped too."""
     model = tiny_models.build(family, attn)
-    ids, more = tiny_models.prompt(2, LENGTH, seed=2), tiny_models.prompt(2, 60, seed=3)
+    ids, more = tiny_models.prompt(2, LENGTH, seed=2), tiny_models.prompt(2, 40, seed=3)
     logits = []
     for cache in (IsoQuantCache(**PACKED), oracle_cache(model.config, **PACKED)):
         forced_logits(model, cache, [ids[:, :-8], *one_by_one(ids[:, -8:])])
@@ -137,7 +137,7 @@ def test_crop_then_more_tokens(family, attn, kept):
         if not logits:
             assert cache.stats.fallback_calls == 0  # a crop that unpacks is counted, not warned of
         logits.append(forced_logits(model, cache, [more[:, :20], *one_by_one(more[:, 20:])]))
-        assert cache.get_seq_length() == kept + 60
+        assert cache.get_seq_length() == kept + 40
     assert relative_error(*logits) <= TOLERANCE
 
 

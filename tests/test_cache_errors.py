@@ -364,10 +364,10 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("family, attn", tiny_models.names("llama", "gpt_oss", "deepseek_v3"))
+@pytest.mark.parametrize("family, attn", [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")])
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("length", [1, 100])
-def test_odd_numbers_stay_finite(family, attn, name, length):
+@pytest.mark.parametrize("length, new_tokens", [(1, 80), (100, 20)])
+def test_odd_numbers_stay_finite(family, attn, name, length, new_tokens):
     model = tiny_models.build(family, attn)
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -375,8 +375,7 @@ def test_odd_numbers_stay_finite(family, attn, name, length):
             if hasattr(attention, projection):
                 getattr(attention, projection).register_forward_hook(lambda module, args, out: NUMBERS[name](out))
     cache = IsoQuantCache(**PACKED)
-    out = model.generate(
-        tiny_models.prompt(1, length), past_key_values=cache, max_new_tokens=100, output_logits=True, return_dict_in_generate=True
-    )
+    options = dict(max_new_tokens=new_tokens, output_logits=True, return_dict_in_generate=True)
+    out = model.generate(tiny_models.prompt(1, length), past_key_values=cache, **options)
     assert torch.stack(out.logits).isfinite().all()
     assert cache.stats.tokens_compressed > 0 and cache.stats.attend_calls > 0 and cache.stats.decompress_calls == 0

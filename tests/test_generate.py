@@ -17,7 +17,8 @@ FAMILIES = tiny_models.names(
     *("qwen3_next", "falcon_h1", "nemotron_h", "lfm2"),
 )
 ATTENTION_ONLY = tiny_models.names("llama", "gemma3", "gpt_oss", "deepseek_v3")
-FEW = [("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")]
+FEW = [("llama", "sdpa"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")]
+LONG = [("mistral_full" if name == "mistral" else name, attn) for name, attn in FAMILIES]
 HYBRIDS = tiny_models.names("qwen3_next", "falcon_h1", "lfm2")
 
 # Options of generate by name; ``assisted`` gets its model in ``generate``.
@@ -38,7 +39,7 @@ MODES = {
 ROLLBACK = ("assisted", "prompt_lookup")
 
 
-def generate(model, cache, inputs, mode="greedy", new_tokens=12, **options):
+def generate(model, cache, inputs, mode="greedy", new_tokens=8, **options):
     options = {**MODES[mode], **options}
     if mode == "assisted":
         assistant = tiny_models.build("llama", "sdpa", num_hidden_layers=1)
@@ -119,7 +120,7 @@ def test_exact_over_turns(family, attn, full_ids):
         ids = torch.cat([first, more], 1)
         mask = torch.ones_like(ids)
         new = ids if full_ids else ids[:, cache.get_seq_length() :]
-        answers.append(generate(model, cache, {"input_ids": new, "attention_mask": mask})[:, -12:].tolist())
+        answers.append(generate(model, cache, {"input_ids": new, "attention_mask": mask})[:, -8:].tolist())
     assert answers[0] == answers[1]
 
 
@@ -143,7 +144,7 @@ def assert_nothing_rebuilt(cache):
     assert stats.decompress_calls == 0 and stats.fallback_calls == 0, stats.fallback_reasons
 
 
-@pytest.mark.parametrize("family, attn", [("mistral_full" if name == "mistral" else name, attn) for name, attn in FAMILIES])
+@pytest.mark.parametrize("family, attn", LONG)
 def test_long_decode_reads_packed_data_only(family, attn):
     model, steps = tiny_models.build(family, attn), 256
     cache = IsoQuantCache(**PACKED)
@@ -166,7 +167,7 @@ def test_packed_in_every_mode(family, attn, mode):
     model = tiny_models.build(family, attn)
     inputs = repetitive(100) if mode in ROLLBACK else padded(1 if mode == "guidance" else 2, 100)
     cache, twin = IsoQuantCache(**PACKED), oracle_cache(model.config, **PACKED)
-    got, wanted = (generate(model, each, inputs, mode, new_tokens=40) for each in (cache, twin))
+    got, wanted = (generate(model, each, inputs, mode, new_tokens=24) for each in (cache, twin))
     assert got.shape == wanted.shape
     assert cache.stats.tokens_compressed > 0
     assert_nothing_rebuilt(cache)
