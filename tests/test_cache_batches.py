@@ -160,7 +160,9 @@ def test_crop_to_nothing_is_a_fresh_cache():
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
     other = tiny_models.prompt(3, 120, seed=5)  # another batch size is fine now
     got = forced_logits(model, cache, [other[:, :100], *one_by_one(other[:, 100:])])
-    assert torch.equal(got, forced_logits(model, IsoQuantCache(**PACKED), [other[:, :100], *one_by_one(other[:, 100:])]))
+    assert torch.equal(
+        got, forced_logits(model, IsoQuantCache(**PACKED), [other[:, :100], *one_by_one(other[:, 100:])])
+    )
 
 
 @pytest.mark.parametrize("kept", [100, 55, 30, 12, 5])
@@ -228,11 +230,17 @@ def test_window_and_sinks_stay_bit_exact(lengths):
 # ---- copies and files
 
 
-@pytest.mark.parametrize("family, attn", [("llama", "sdpa"), ("deepseek_v3", "sdpa"), ("falcon_h1", "sdpa"), ("gemma3", "sdpa")])
+@pytest.mark.parametrize(
+    "family, attn", [("llama", "sdpa"), ("deepseek_v3", "sdpa"), ("falcon_h1", "sdpa"), ("gemma3", "sdpa")]
+)
 @pytest.mark.parametrize("length", [40, 110])
 @pytest.mark.parametrize("how", ["deepcopy", "save"])
 def test_copy_goes_on_bit_equal(family, attn, length, how):
-    model, ids, more = tiny_models.build(family, attn), tiny_models.prompt(2, length, seed=2), tiny_models.prompt(2, 30, seed=3)
+    model, ids, more = (
+        tiny_models.build(family, attn),
+        tiny_models.prompt(2, length, seed=2),
+        tiny_models.prompt(2, 30, seed=3),
+    )
     cache = filled(model, ids)
     if how == "deepcopy":
         other = copy.deepcopy(cache)
@@ -268,7 +276,12 @@ def test_reset_then_anything():
     cache = filled(model, ids)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.nbytes == 0 and cache.stats.transient_bytes == 0
-    others = (("llama", torch.bfloat16), ("gemma3", torch.float32), ("qwen3_next", torch.float32), ("deepseek_v3", torch.float32))
+    others = (
+        ("llama", torch.bfloat16),
+        ("gemma3", torch.float32),
+        ("qwen3_next", torch.float32),
+        ("deepseek_v3", torch.float32),
+    )
     for family, dtype in others:
         other = tiny_models.build(family, "sdpa", dtype=dtype)
         more = tiny_models.prompt(3, 120, seed=5)
@@ -292,7 +305,11 @@ def test_reset_with_a_given_config(family):
 @pytest.mark.parametrize("length", [40, 110])
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
 def test_inference_mode_and_no_grad_on_one_cache(length, first):
-    model, ids, more = tiny_models.build("llama", "sdpa"), tiny_models.prompt(2, length), tiny_models.prompt(2, 40, seed=3)
+    model, ids, more = (
+        tiny_models.build("llama", "sdpa"),
+        tiny_models.prompt(2, length),
+        tiny_models.prompt(2, 40, seed=3),
+    )
     second = torch.no_grad if first is torch.inference_mode else torch.inference_mode
     cache, keyword = IsoQuantCache(**PACKED), cache_keyword()
     got = []

@@ -53,7 +53,11 @@ def reachable_bytes(root) -> int:
         if isinstance(item, torch.Tensor) and type(item) is torch.Tensor:
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         for other in gc.get_referents(item):
-            is_code = isinstance(other, type) or type(other).__name__ in ("module", "function", "builtin_function_or_method")
+            is_code = isinstance(other, type) or type(other).__name__ in (
+                "module",
+                "function",
+                "builtin_function_or_method",
+            )
             if id(other) not in seen and not is_code:
                 seen.add(id(other))
                 waiting.append(other)
@@ -130,10 +134,10 @@ def test_a_sliding_window_is_not_packed_and_stays_short():
 # ---- what a step allocates
 
 
-def peak_of(function) -> int:
+def peak_of(function, *args) -> int:
     """Bytes that torch's CPU allocator held at most above the start, from the profiler's record of every allocation."""
     with torch.profiler.profile(profile_memory=True) as profile:
-        function()
+        function(*args)
     now = most = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -156,11 +160,15 @@ def test_a_decode_step_allocates_next_to_nothing():
     feed(cache, tokens=tokens)
     layer, key_bytes = cache.layers[0], tokens * heads * dim * 2
     plain, packing = [], []
+
+    def step(keys, values, query):
+        F.scaled_dot_product_attention(query, *cache.update(keys, values, 0), enable_gqa=True)
+
     growth = 0.45  # all buffers anew; the profiler does not see the old ones go, which are freed one by one
     for _ in range(40):
         keys, values, query = feed.random(1, heads), feed.random(1, heads), feed.random(1, 4 * heads)
         capacity, length = layer.keys_store.capacity, layer.keys_store.length
-        share = peak_of(lambda: F.scaled_dot_product_attention(query, *cache.update(keys, values, 0), enable_gqa=True)) / key_bytes
+        share = peak_of(step, keys, values, query) / key_bytes
         if layer.keys_store.capacity > capacity:
             assert share <= growth
         else:

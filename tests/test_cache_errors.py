@@ -7,8 +7,6 @@ import pytest
 import tiny_models
 import torch
 from oracle import forced_logits, relative_error
-from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, EncoderDecoderCache, T5Config
-from transformers import T5ForConditionalGeneration
 
 from torch_kvq import IsoQuantCache
 from torch_kvq._requirements import cache_keyword
@@ -96,8 +94,14 @@ def with_value(x, value, place=(0, 1, -1, 3)):
 
 
 BAD_STATES = {
-    "nan": (lambda: (with_value(states(), torch.nan), states()), r"key_states must be finite, got inf or nan in layer 0"),
-    "inf": (lambda: (states(), with_value(states(), torch.inf)), r"value_states must be finite, got inf or nan in layer 0"),
+    "nan": (
+        lambda: (with_value(states(), torch.nan), states()),
+        r"key_states must be finite, got inf or nan in layer 0",
+    ),
+    "inf": (
+        lambda: (states(), with_value(states(), torch.inf)),
+        r"value_states must be finite, got inf or nan in layer 0",
+    ),
     "both_infs": (
         lambda: (with_value(with_value(states(), torch.inf), -torch.inf, (0, 0, 0, 0)), states()),
         r"key_states must be finite",
@@ -112,7 +116,10 @@ BAD_STATES = {
     "value_device": (lambda: (states(), states(device="meta")), r"value_states must stay on cpu.*meta"),
     "lengths": (lambda: (states(tokens=2), states(tokens=3)), r"value_states must have.*\(2, 2, 2\).*\(2, 2, 3\)"),
     "no_tokens": (lambda: (states(tokens=0),) * 2, r"key_states must hold at least one token, got 0"),
-    "three_dims": (lambda: (states()[0],) * 2, r"key_states must be \[batch, heads, tokens, head_dim\], got shape \(2, 1, 32\)"),
+    "three_dims": (
+        lambda: (states()[0],) * 2,
+        r"key_states must be \[batch, heads, tokens, head_dim\], got shape \(2, 1, 32\)",
+    ),
     "gradients": (lambda: (states().requires_grad_(), states()), r"key_states must not require gradients"),
 }
 
@@ -166,7 +173,10 @@ class Poison:
         self.hook.remove()
 
 
-@pytest.mark.parametrize("family, layers", [("llama", (0, 1, 3)), ("deepseek_v3", (0, 2)), ("gemma3", (3,)), ("qwen3_next", (3,)), ("lfm2", (1, 3))])
+@pytest.mark.parametrize(
+    "family, layers",
+    [("llama", (0, 1, 3)), ("deepseek_v3", (0, 2)), ("gemma3", (3,)), ("qwen3_next", (3,)), ("lfm2", (1, 3))],
+)
 def test_first_forward_fails(family, layers):
     """In any layer, also behind layers that are not packed: the next generate is that of a new cache."""
     model, ids = tiny_models.build(family, "sdpa", num_hidden_layers=4), tiny_models.prompt(1, 100)
@@ -174,7 +184,10 @@ def test_first_forward_fails(family, layers):
     for layer in layers:
         for given in (model.config, None):
             cache = IsoQuantCache(given, **PACKED)
-            with Poison(model, layer), pytest.raises(ValueError, match=f"must be finite, got inf or nan in layer {layer}"):
+            with (
+                Poison(model, layer),
+                pytest.raises(ValueError, match=f"must be finite, got inf or nan in layer {layer}"),
+            ):
                 model.generate(ids, past_key_values=cache, max_new_tokens=20)
             assert cache.get_seq_length() == 0
             assert model.generate(ids, past_key_values=cache, max_new_tokens=20).tolist() == wanted
@@ -252,9 +265,15 @@ def test_interruption_elsewhere(family, safe, held):
 
 
 @pytest.mark.parametrize("held", [9, 120])
-@pytest.mark.parametrize("amount, message", [(1, "negative or 0.*got 1"), (50, "negative or 0"), (-121, "not drop more than the")])
+@pytest.mark.parametrize(
+    "amount, message", [(1, "negative or 0.*got 1"), (50, "negative or 0"), (-121, "not drop more than the")]
+)
 def test_bad_crop_changes_nothing(held, amount, message):
-    model, ids, more = tiny_models.build("llama", "sdpa"), tiny_models.prompt(1, held), tiny_models.prompt(1, 20, seed=2)
+    model, ids, more = (
+        tiny_models.build("llama", "sdpa"),
+        tiny_models.prompt(1, held),
+        tiny_models.prompt(1, 20, seed=2),
+    )
     cache = IsoQuantCache(**PACKED)
     forced_logits(model, cache, [ids])
     twin, nbytes = copy.deepcopy(cache), cache.nbytes
@@ -282,7 +301,9 @@ def test_two_models(second, delete, given):
     cache = IsoQuantCache(first.config if given else None, **PACKED)
     wanted = first.generate(ids, past_key_values=IsoQuantCache(**PACKED), max_new_tokens=9).tolist()
     first.generate(ids[:, :60], past_key_values=cache, max_new_tokens=1)
-    other = copy.deepcopy(first) if second == "copy" else tiny_models.build("llama" if second == "same" else second, "sdpa")
+    other = (
+        copy.deepcopy(first) if second == "copy" else tiny_models.build("llama" if second == "same" else second, "sdpa")
+    )
     if delete:
         del first
     with pytest.raises(ValueError, match=r"past_key_values must serve one model: layer 0 holds 60 tokens.*reset\(\)"):
@@ -307,51 +328,6 @@ def test_training_is_refused():
     assert forced_logits(model.eval(), cache, [tiny_models.prompt(1, 100)]).isfinite().all()
 
 
-# ---- encoder-decoders
-
-
-def encoder_decoder(kind):
-    torch.manual_seed(0)
-    if kind == "t5":
-        config = T5Config(
-            vocab_size=99, d_model=32, d_kv=32, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, eos_token_id=None
-        )
-        return T5ForConditionalGeneration(config).eval()
-    sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
-    config = BartConfig(
-        vocab_size=99, d_model=64, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=256,
-        eos_token_id=None, forced_eos_token_id=None, **sizes,
-    )  # fmt: skip
-    return BartForConditionalGeneration(config).eval()
-
-
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-@pytest.mark.parametrize("window_len", [512, 32])
-def test_encoder_decoder(kind, window_len):
-    """In the place of the decoder's self-attention cache."""
-    model, ids = encoder_decoder(kind), tiny_models.prompt(2, 12) % 99
-    ours = EncoderDecoderCache(IsoQuantCache(window_len=window_len), DynamicCache())
-    exact = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    options = dict(max_new_tokens=100, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    got, wanted = (model.generate(ids, past_key_values=cache, **options) for cache in (ours, exact))
-    cache = ours.self_attention_cache
-    assert cache.get_seq_length() == 100
-    if window_len == 512:
-        assert got.sequences.tolist() == wanted.sequences.tolist()
-    else:
-        assert cache.stats.attend_calls > 0 and cache.stats.tokens_compressed > 0 and cache.stats.decompress_calls == 0
-        assert relative_error(got.logits[70], wanted.logits[70]) < 0.2 or not got.sequences.equal(wanted.sequences)
-
-
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_bare_cache_in_an_encoder_decoder_is_refused(kind):
-    """Cross-attention would append the encoder's states to the decoder's."""
-    model, cache = encoder_decoder(kind), IsoQuantCache()
-    with pytest.raises(ValueError, match=r"EncoderDecoderCache\(IsoQuantCache\(\), DynamicCache\(\)\)"):
-        model.generate(tiny_models.prompt(2, 12) % 99, past_key_values=cache, max_new_tokens=5)
-    assert cache.get_seq_length() == 0
-
-
 # ---- odd numbers
 
 NUMBERS = {
@@ -364,7 +340,9 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("family, attn", [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")])
+@pytest.mark.parametrize(
+    "family, attn", [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")]
+)
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("length, new_tokens", [(1, 80), (100, 20)])
 def test_odd_numbers_stay_finite(family, attn, name, length, new_tokens):

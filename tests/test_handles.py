@@ -23,7 +23,9 @@ HEADS, GROUPS, DIM, TOKENS = 2, 3, 32, 120
 
 def handles(batch=2, dtype=torch.float32):
     """(cache, keys, values, dense keys, dense values) of a packed layer."""
-    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=HEADS, head_dim=DIM, hidden_size=192)
+    config = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=HEADS, head_dim=DIM, hidden_size=192
+    )
     cache = IsoQuantCache(config, **PACKED)
     generator = torch.Generator().manual_seed(0)
     for tokens in (TOKENS - 1, 1):
@@ -61,13 +63,20 @@ ANSWERED = {
     ),
     "sdpa_mask_of_heads": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, PER_HEAD, enable_gqa=True),
     "sdpa_causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-    "sdpa_bf16_mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, MASK.float().log().float(), enable_gqa=True),
-    "sdpa_packed_queries": lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :1].unflatten(1, (2, 3)).squeeze(3), k, v),
+    "sdpa_bf16_mask": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, MASK.float().log().float(), enable_gqa=True
+    ),
+    "sdpa_packed_queries": lambda q, k, v: F.scaled_dot_product_attention(
+        q[:, :, :1].unflatten(1, (2, 3)).squeeze(3), k, v
+    ),
     "eager": lambda q, k, v: torch.matmul(torch.matmul(q, repeat_kv(k).transpose(2, 3)).softmax(-1), repeat_kv(v)),
     "at": lambda q, k, v: (q @ repeat_other(k).transpose(-1, -2)).softmax(-1) @ repeat_other(v),
     "method": lambda q, k, v: q.matmul(torch.transpose(repeat_kv(k), -2, -1)).softmax(-1).matmul(repeat_kv(v)),
     "after_to": lambda q, k, v: F.scaled_dot_product_attention(
-        q, k.to(q.dtype).contiguous().detach(), v.to(q.device).to("cpu").to(q.device, q.dtype, non_blocking=True), enable_gqa=True
+        q,
+        k.to(q.dtype).contiguous().detach(),
+        v.to(q.device).to("cpu").to(q.device, q.dtype, non_blocking=True),
+        enable_gqa=True,
     ),
     "swapped_twice": lambda q, k, v: q @ repeat_kv(k).transpose(2, 3).transpose(-1, -2).transpose(3, 2) @ repeat_kv(v),
 }
@@ -171,7 +180,11 @@ METADATA = {
 @pytest.mark.parametrize("name", METADATA)
 def test_metadata_costs_nothing(name):
     cache, keys, values, dense_keys, dense_values = handles()
-    for handle, dense in ((keys, dense_keys), (values, dense_values), (keys.transpose(2, 3), dense_keys.transpose(2, 3))):
+    for handle, dense in (
+        (keys, dense_keys),
+        (values, dense_values),
+        (keys.transpose(2, 3), dense_keys.transpose(2, 3)),
+    ):
         assert METADATA[name](handle) == METADATA[name](dense)
     assert cache.stats.decompress_calls == 0
 
@@ -208,7 +221,9 @@ def test_an_old_handle_keeps_its_tokens():
 
 def test_one_warning_a_cache_names_the_function():
     cache, keys, values, *_ = handles()
-    with pytest.warns(UserWarning, match=r"rebuilds packed tokens for repeat_interleave\(\).*sdpa, eager or kvq") as seen:
+    with pytest.warns(
+        UserWarning, match=r"rebuilds packed tokens for repeat_interleave\(\).*sdpa, eager or kvq"
+    ) as seen:
         keys.repeat_interleave(2, 1)
         values.repeat_interleave(2, 1)
         keys + 1

@@ -11,7 +11,9 @@ from torch_kvq import IsoQuantCache
 pytestmark = pytest.mark.versions
 
 PACKED = dict(window_len=32, flush_len=16)
-MODELS = tiny_models.names("llama", "qwen3", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
+MODELS = tiny_models.names(
+    "llama", "qwen3", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"
+)
 
 
 def pair(family, attn, **overrides):
@@ -66,7 +68,10 @@ def test_left_padded(family, attn):
 def test_soft_cap(cap):
     plain, ours = pair("gemma2", "eager", attn_logit_softcapping=cap)
     pieces = pieces_of(tiny_models.prompt(1, 120))
-    got, wanted = forced_logits(ours, IsoQuantCache(**PACKED), pieces), forced_logits(plain, oracle_cache(plain.config, **PACKED), pieces)
+    got, wanted = (
+        forced_logits(ours, IsoQuantCache(**PACKED), pieces),
+        forced_logits(plain, oracle_cache(plain.config, **PACKED), pieces),
+    )
     assert relative_error(got, wanted) <= 2e-5
 
 
@@ -77,13 +82,18 @@ def test_sinks():
         for layer in model.model.layers:
             layer.self_attn.sinks.data.fill_(3.0)
     pieces = pieces_of(tiny_models.prompt(1, 120))
-    got, wanted = forced_logits(ours, IsoQuantCache(**PACKED), pieces), forced_logits(plain, oracle_cache(plain.config, **PACKED), pieces)
+    got, wanted = (
+        forced_logits(ours, IsoQuantCache(**PACKED), pieces),
+        forced_logits(plain, oracle_cache(plain.config, **PACKED), pieces),
+    )
     assert relative_error(got, wanted) <= 2e-5
     without = tiny_models.build("gpt_oss", "eager")
     assert relative_error(forced_logits(without, IsoQuantCache(**PACKED), pieces), wanted) > 1e-3
 
 
-@pytest.mark.parametrize("family, attn", [("llama", "sdpa"), ("gpt_oss", "eager"), ("gemma3", "sdpa"), ("deepseek_v3", "sdpa")])
+@pytest.mark.parametrize(
+    "family, attn", [("llama", "sdpa"), ("gpt_oss", "eager"), ("gemma3", "sdpa"), ("deepseek_v3", "sdpa")]
+)
 @pytest.mark.parametrize("mode", [{}, dict(num_beams=2), dict(prompt_lookup_num_tokens=3)])
 def test_generate(family, attn, mode):
     plain, ours = pair(family, attn)

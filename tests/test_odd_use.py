@@ -4,7 +4,7 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from oracle import forced_logits, oracle_cache, relative_error
+from oracle import oracle_cache, relative_error
 from transformers import DynamicCache, LlamaConfig
 
 from torch_kvq import IsoQuantCache
@@ -189,7 +189,9 @@ def test_latent_shapes(v_head_dim, rank, attn):
 
 
 def test_different_head_dims_of_keys_and_values():
-    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256)
+    config = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256
+    )
     cache = IsoQuantCache(config, **PACKED)
     for tokens in (100, *[1] * 40):
         keys, values, query = torch.randn(2, 2, tokens, 64), torch.randn(2, 2, tokens, 24), torch.randn(2, 4, 1, 64)
@@ -205,7 +207,9 @@ def test_different_head_dims_of_keys_and_values():
 @pytest.mark.parametrize("masked", [False, True])
 def test_half_precision_against_float32(dtype, groups, masked):
     """Attention of bf16 and fp16 states differs from float32 attention over the same dense numbers by rounding of ``out``."""
-    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2 * groups, num_key_value_heads=2, head_dim=64, hidden_size=64)
+    config = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=2 * groups, num_key_value_heads=2, head_dim=64, hidden_size=64
+    )
     cache, generator = IsoQuantCache(config, **PACKED), torch.Generator().manual_seed(0)
 
     def random(heads, tokens):

@@ -41,7 +41,9 @@ def test_padded_prefill_logits_are_those_of_dynamic_cache(family, attn):
 
 
 def deferred_config(layers):
-    return LlamaConfig(num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=128, hidden_size=1024)
+    return LlamaConfig(
+        num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=128, hidden_size=1024
+    )
 
 
 @pytest.mark.parametrize("mode, layers_held", [("deferred", 28), ("layerwise", 1)])
@@ -93,7 +95,12 @@ def test_chunks_are_exact(family, attn, length, by_hand):
     else:
         cache = IsoQuantCache(**PACKED)
         out = model.generate(
-            ids, past_key_values=cache, prefill_chunk_size=48, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
+            ids,
+            past_key_values=cache,
+            prefill_chunk_size=48,
+            max_new_tokens=1,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
         got = out.logits[0]
     assert relative_error(got, exact) <= 1e-5

@@ -221,7 +221,17 @@ _PROPERTIES = (
     *("is_cpu", "is_cuda", "is_mps", "is_meta", "is_sparse", "is_quantized", "is_nested"),
 )
 _METHODS = (
-    *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device"),
+    *(
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_inference",
+        "get_device",
+    ),
     *("__len__", "__repr__", "__format__"),
 )
 _METADATA = {

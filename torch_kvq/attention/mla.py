@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from .handle import KVHandle, LazyTensor, handles, is_handle
 from .pieces import Pieces, upper_left_causal
 
-
 _MAX_BIAS_NUMEL = 1 << 24
 
 
@@ -139,7 +138,9 @@ def _split(x, sizes, dim=0):
 
 @handles(torch.Tensor.expand)
 def _expand(x, *shape):
-    if not (is_handle(x, "v") and x.pieces.layer.is_latent and len(shape) == 4 and shape[0] == shape[2] == shape[3] == -1):
+    if not (
+        is_handle(x, "v") and x.pieces.layer.is_latent and len(shape) == 4 and shape[0] == shape[2] == shape[3] == -1
+    ):
         return NotImplemented
     return RopeKeys.make(x.pieces, shape[1])
 
@@ -266,7 +267,11 @@ def _matmul(left, right):
         pieces = right.source.pieces
         pieces.layer.saw_weights(left)
         packed = pieces.is_packed
-        out = _absorb(right.source, right.low, right.low).weighted_values(left) if packed else left @ right.dense("matmul")
+        out = (
+            _absorb(right.source, right.low, right.low).weighted_values(left)
+            if packed
+            else left @ right.dense("matmul")
+        )
         pieces.layer.answered(pieces.is_packed)
         return out
     return NotImplemented
