@@ -24,9 +24,11 @@ LIBRARY = "libkvq_cpu.so"
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest torch the library runs on
 
 COMMON_FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wno-unknown-pragmas".split()
+AVX512_FLAGS = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split()
 X86_FLAGS = {
     "body_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
-    "body_avx512.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split(),
+    "body_avx512.cpp": AVX512_FLAGS,
+    "body_avx512vnni.cpp": [*AVX512_FLAGS, "-mavx512vnni"],
 }
 
 

@@ -20,6 +20,11 @@ from torch_kvq.ops.schemas import NAMES, SCALE_RULES
 native.load()
 needs_kernels = pytest.mark.skipif(not native.loaded(), reason=f"no CPU kernels: {native._state.reason}")
 TOLERANCE = 1e-5
+INTEGER_TOLERANCE = 1e-3  # attend of at most 16 rows in 16-bit integers (avx512vnni); the cases below reach 6e-4
+
+
+def attend_tolerance():
+    return INTEGER_TOLERANCE if backends.cpu_isa() == "avx512vnni" else TOLERANCE
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +59,11 @@ def test_attend(case, isa):
     (out, whole), (lse, whole_lse) = fenced(expected.shape), fenced(expected_lse.shape)
     ops.attend(*arguments, out, lse)
     check_fences(whole, whole_lse)
-    assert relative_error(out, expected) <= TOLERANCE
+    tolerance = attend_tolerance()
+    assert relative_error(out, expected) <= tolerance
     finite = expected_lse.isfinite()
     assert torch.equal(lse[~finite], expected_lse[~finite])
-    assert torch.allclose(lse[finite], expected_lse[finite], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(lse[finite], expected_lse[finite], rtol=1e-5, atol=tolerance)
     if case.mask == "dead" and not case.sink_logits:
         assert (lse[:, :, 0] == -torch.inf).all() and (out[:, :, 0] == 0).all()
 
@@ -196,7 +202,7 @@ def test_merge(dtype, isa):
 
 
 @needs_kernels
-def test_splitting_and_merging_is_attending():
+def test_splitting_and_merging_is_attending(isa):
     arguments, _, expected, expected_lse = problem(Case("T4097", tokens=4097))
     q, keys, values, exact_keys, exact_values, *_, scale, softcap = arguments
     outs, lses = torch.empty(2, *expected.shape), torch.empty(2, *expected_lse.shape)
@@ -205,7 +211,8 @@ def test_splitting_and_merging_is_attending():
     ops.attend(q, keys, values, none, none, None, None, 0, 3000, 0, scale, softcap, outs[1], lses[1])
     out, lse = torch.empty_like(expected), torch.empty_like(expected_lse)
     ops.merge(outs, lses, out, lse)
-    assert relative_error(out, expected) <= TOLERANCE and torch.allclose(lse, expected_lse)
+    tolerance = attend_tolerance()
+    assert relative_error(out, expected) <= tolerance and torch.allclose(lse, expected_lse, rtol=1e-5, atol=tolerance)
 
 
 def results_of_all_operators():
@@ -264,7 +271,8 @@ def test_attend_compiles_without_a_graph_break():
         return out + 0, lse
 
     out, lse = torch.compile(run, fullgraph=True, backend="eager")(arguments[0])
-    assert relative_error(out, expected) <= TOLERANCE and torch.allclose(lse, expected_lse)
+    tolerance = attend_tolerance()
+    assert relative_error(out, expected) <= tolerance and torch.allclose(lse, expected_lse, rtol=1e-5, atol=tolerance)
 
 
 BAD = [

@@ -30,6 +30,9 @@ struct Constant {
 #include "body_rotation.h"
 #include "body_codec.h"
 #include "body_softmax.h"
+#if defined(KVQ_WORD_DOTS)
+#include "body_words.h"
+#endif
 #include "body_attention.h"
 #include "body_finish.h"
 

@@ -109,15 +109,6 @@ INLINE void exact_sums(const Task &t, const ExactTile &values, int count, const 
   dense_product(t.rows, values.rows, values.ld, count, pad, w.weights, TILE, 1, t.acc, pad);
 }
 
-struct Range {
-  int64_t from, to;
-};
-INLINE Range tokens_of(const Task &t) {
-  bool packed = t.split < t.a.packed_splits;
-  int64_t from = (packed ? t.split : t.split - t.a.packed_splits) * t.a.split_len,
-          end = packed ? t.a.length : t.a.exact_len;
-  return {from, from + t.a.split_len < end ? from + t.a.split_len : end};
-}
 INLINE int tile_count(int64_t at, int64_t end) { return (int)(end - at < TILE ? end - at : TILE); }
 
 static void attend(const Attention &a, int64_t index, char *scratch) {
@@ -125,6 +116,11 @@ static void attend(const Attention &a, int64_t index, char *scratch) {
   Scratch w = carve(scratch, pad_of(a));
   Range range = tokens_of(t);
   begin(t, w, -__builtin_inff());
+#if defined(KVQ_WORD_DOTS)
+  if (t.split < a.packed_splits && a.rows <= FEW_WORD_ROWS) {
+    attend_words(t, range, w);
+  } else
+#endif
   if (t.split < a.packed_splits) {
     const Store &values = a.shared ? a.keys : a.values;
     Book key_book = book_of(a.keys), value_book = book_of(values);

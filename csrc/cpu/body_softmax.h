@@ -23,6 +23,16 @@ INLINE Task task_of(const Attention &a, int64_t index) {
           a.state + index * a.row_block * 2};
 }
 
+struct Range {
+  int64_t from, to;
+};
+INLINE Range tokens_of(const Task &t) {
+  bool packed = t.split < t.a.packed_splits;
+  int64_t from = (packed ? t.split : t.split - t.a.packed_splits) * t.a.split_len,
+          end = packed ? t.a.length : t.a.exact_len;
+  return {from, from + t.a.split_len < end ? from + t.a.split_len : end};
+}
+
 // 32 tokens side by side and where they stand in the order of masks, scores and weights: tokens below `cut` from column
 // first, the others from column second. A tile of exact tokens may hold sinks and recent tokens.
 struct Columns {

@@ -10,10 +10,12 @@ namespace {
 
 const Kernels *find(const std::string &name) {
 #if defined(__x86_64__)
+  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (name == "avx512vnni" || name.empty())
+    if (avx512 && __builtin_cpu_supports("avx512vnni")) return &avx512vnni_kernels;
   if (name == "avx512" || name.empty())
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-      return &avx512_kernels;
+    if (avx512) return &avx512_kernels;
   if (name == "avx2" || name.empty())
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
       return &avx2_kernels;
@@ -26,7 +28,7 @@ std::atomic<const Kernels *> in_use{nullptr};
 std::string cpu_isa(std::string name) {
   if (!name.empty()) {
     const Kernels *found = find(name);
-    KVQ_CHECK(found, "name", "be an instruction set of this machine among scalar, avx2, avx512", name);
+    KVQ_CHECK(found, "name", "be an instruction set of this machine among scalar, avx2, avx512, avx512vnni", name);
     in_use = found;
   }
   return kernels().name;
@@ -34,7 +36,7 @@ std::string cpu_isa(std::string name) {
 
 std::string cpu_isas() {
   std::string names;
-  for (const char *name : {"avx512", "avx2", "scalar"})
+  for (const char *name : {"avx512vnni", "avx512", "avx2", "scalar"})
     if (find(name)) names += (names.empty() ? "" : ",") + std::string(name);
   return names;
 }

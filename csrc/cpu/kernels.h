@@ -126,6 +126,7 @@ extern const Kernels scalar_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels avx512vnni_kernels;
 #endif
 
 }  // namespace kvq

@@ -76,3 +76,38 @@ INLINE void transpose_words(const uint32_t *x, int64_t ldx, int words, uint32_t 
   out[2] = _mm512_unpacklo_epi64(high0, high1), out[3] = _mm512_unpackhi_epi64(high0, high1);
   for (int w = 0; w < words; w++) _mm512_storeu_si512(y + w * ldy, out[w]);
 }
+
+// N words of 32 tokens that lie side by side: y[w][token] = x[token][w]. Halves that hold the words with an even and with
+// an odd number are parted log2(N) times.
+#define KVQ_UNTANGLE
+template <int N>
+INLINE void untangle_vectors(U *x) {
+  if constexpr (N > 1) {
+    const U step = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    U even[N / 2], odd[N / 2];
+    UNROLL_FOR (int i = 0; i < N / 2; i++) {
+      even[i] = _mm512_permutex2var_epi32(x[2 * i], step, x[2 * i + 1]);
+      odd[i] = _mm512_permutex2var_epi32(x[2 * i], add_words(step, splat_word(1)), x[2 * i + 1]);
+    }
+    untangle_vectors<N / 2>(even);
+    untangle_vectors<N / 2>(odd);
+    UNROLL_FOR (int i = 0; i < N / 2; i++) x[2 * i] = even[i], x[2 * i + 1] = odd[i];
+  }
+}
+template <int N>
+INLINE void untangle_words(const uint32_t *x, uint32_t *y) {
+  for (int t = 0; t < 32; t += LANES) {
+    U words[N];
+    UNROLL_FOR (int i = 0; i < N; i++) words[i] = load_words(x + t * N + i * LANES);
+    untangle_vectors<N>(words);
+    UNROLL_FOR (int i = 0; i < N; i++) store_words(y + i * 32 + t, words[i]);
+  }
+}
+INLINE bool untangle(const uint32_t *x, int64_t stride, int words, uint32_t *y) {  // false: not done
+  if (stride != words) return false;
+  if (words == 1) untangle_words<1>(x, y);
+  if (words == 2) untangle_words<2>(x, y);
+  if (words == 4) untangle_words<4>(x, y);
+  if (words == 8) untangle_words<8>(x, y);
+  return words == 1 || words == 2 || words == 4 || words == 8;
+}

@@ -1,7 +1,7 @@
 """Loads the compiled CPU kernels and chooses their instruction set.
 
-``KVQ_CPU_ISA`` overrides the choice: ``avx512``, ``avx2``, ``scalar``, or ``reference`` to load nothing and run the
-pure-torch reference. Without it the best set of the machine is used.
+``KVQ_CPU_ISA`` overrides the choice: ``avx512vnni``, ``avx512``, ``avx2``, ``scalar``, or ``reference`` to load nothing
+and run the pure-torch reference. Without it the best set of the machine is used.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import torch
 LIBRARY = Path(__file__).resolve().parents[1] / "_lib" / "libkvq_cpu.so"
 VARIABLE = "KVQ_CPU_ISA"
 REFERENCE = "reference"
-ISAS = ("avx512", "avx2", "scalar")  # fastest first
+ISAS = ("avx512vnni", "avx512", "avx2", "scalar")  # fastest first
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ def loaded() -> bool:
 
 
 def cpu_isa() -> str:
-    """The instruction set that serves the CPU: ``avx512``, ``avx2``, ``scalar`` or ``reference``."""
+    """The instruction set that serves the CPU: one of ``ISAS`` or ``reference``."""
     return torch.ops.torch_kvq._cpu_isa.default("") if _state.loaded else REFERENCE
 
 
