@@ -105,6 +105,7 @@ CASES = [
     Case("rows", dim=12, group=16, queries=600, tokens=40),
     Case("rows-masked", dim=12, group=16, queries=600, tokens=40, mask="bool", batch=2),
     *(Case(f"bits{k}{v}", bits=(k, v), tokens=100, queries=9) for k in (2, 3, 4) for v in (2, 3, 4)),
+    *(Case(f"few{k}{v}", bits=(k, v), tokens=100, dim=d) for k, v, d in ((2, 2, 128), (2, 4, 64), (4, 3, 96), (4, 4, 128))),
     *(Case(f"mask-{m}", mask=m, queries=3, batch=2) for m in ("bool", "float", "heads", "row", "column", "ones")),
     Case("mask-dead", mask="dead", queries=3, batch=2),
     Case("start", start=37, tokens=100),

@@ -186,6 +186,22 @@ def test_extreme_inputs_stay_finite(name, make, tokens, isa):
 
 
 @needs_kernels
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("dim", [64, 128, 512])
+def test_the_largest_codes_do_not_overflow(dim, bits, isa):
+    x = torch.ones(1, 1, 96, dim)
+    for sign in (0, -1):
+        stores = [make_store(x, bits, along, "none", centre=False, balance=False) for along in (False, True)]
+        for store in stores:
+            store[0].fill_(sign), store[1].fill_(-1), store[2].fill_(1)
+        q, none, out, lse = torch.ones(1, 3, 1, dim), x[:, :, :0], torch.empty(1, 3, 1, dim), torch.empty(1, 3, 1)
+        ops.attend(q, *stores, none, none, None, None, 0, 96, 0, dim**-0.5, 0.0, out, lse)
+        level = (1 + 2 * sign) * stores[0][3][-1].item()
+        assert torch.allclose(out, torch.full_like(out, level), rtol=1e-3)
+        assert torch.allclose(lse, torch.full_like(lse, level * dim**0.5 + torch.tensor(96.0).log().item()), rtol=1e-3)
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merge(dtype, isa):
     rng = torch.Generator().manual_seed(1)
@@ -232,7 +248,7 @@ def results_of_all_operators():
 
 
 @needs_kernels
-def test_results_do_not_depend_on_the_number_of_threads():
+def test_results_do_not_depend_on_the_number_of_threads(isa):
     one = results_of_all_operators()
     torch.set_num_threads(2)
     for ours, theirs in zip(results_of_all_operators(), one):
@@ -262,7 +278,7 @@ def test_opcheck(name):
 
 
 @needs_kernels
-def test_attend_compiles_without_a_graph_break():
+def test_attend_compiles_without_a_graph_break(isa):
     arguments, _, expected, expected_lse = problem(Case("compile", tokens=33))
 
     def run(q):

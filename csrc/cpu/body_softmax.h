@@ -77,31 +77,38 @@ INLINE void apply_mask(const Task &t, int r, const Columns &columns, float *logi
   });
 }
 
+// Softcap, mask and ragged ends of the logits [32] of row r.
+INLINE void adjust_logits(const Task &t, int r, const Columns &columns, float *x) {
+  const Attention &a = t.a;
+  if (a.softcap != 0)
+    for (int i = 0; i < TILE; i += LANES) store(x + i, tanh_of(load(x + i) * splat(1 / a.softcap)) * splat(a.softcap));
+  if (a.mask.data) apply_mask(t, r, columns, x);
+  if (columns.valid != ~0u)
+    for (int i = 0; i < TILE; i++)
+      if (!(columns.valid >> i & 1)) x[i] = -__builtin_inff();
+}
+
+// A new maximum of row r: rescales what was summed before.
+INLINE void raise_maximum(const Task &t, int r, float maximum_now, const Scratch &w) {
+  float by = w.maxima[r] == -__builtin_inff() ? 0 : exp_one(w.maxima[r] - maximum_now);
+  store(w.sums + r * TILE, load(w.sums + r * TILE) * splat(by));
+  scale_row(t.acc + r * t.a.value_pad, t.a.value_pad, by);
+  w.maxima[r] = maximum_now;
+}
+
 // Logits [rows, 32] to weights exp(logit - maximum), in place; rescales what was summed before where a maximum rose.
 // False if no row attends to any of the tokens.
 NOINLINE bool weigh(const Task &t, const Columns &columns, const Scratch &w) {
-  const Attention &a = t.a;
   bool any = false;
   for (int r = 0; r < t.rows; r++) {
     float *x = w.weights + r * TILE, *sums = w.sums + r * TILE;
-    if (a.softcap != 0)
-      for (int i = 0; i < TILE; i += LANES)
-        store(x + i, tanh_of(load(x + i) * splat(1 / a.softcap)) * splat(a.softcap));
-    if (a.mask.data) apply_mask(t, r, columns, x);
-    if (columns.valid != ~0u)
-      for (int i = 0; i < TILE; i++)
-        if (!(columns.valid >> i & 1)) x[i] = -__builtin_inff();
+    adjust_logits(t, r, columns, x);
     F top = load(x);
     for (int i = LANES; i < TILE; i += LANES) top = maximum(top, load(x + i));
-    float maximum_now = reduce_max(top), before = w.maxima[r];
+    float maximum_now = reduce_max(top);
     any |= maximum_now > -__builtin_inff();
-    if (maximum_now > before) {
-      float by = before == -__builtin_inff() ? 0 : exp_one(before - maximum_now);
-      store(sums, load(sums) * splat(by));
-      scale_row(t.acc + r * a.value_pad, a.value_pad, by);
-      w.maxima[r] = before = maximum_now;
-    }
-    F base = splat(before == -__builtin_inff() ? 0 : before), sum = load(sums);
+    if (maximum_now > w.maxima[r]) raise_maximum(t, r, maximum_now, w);
+    F base = splat(w.maxima[r] == -__builtin_inff() ? 0 : w.maxima[r]), sum = load(sums);
     for (int i = 0; i < TILE; i += LANES) {
       F p = exp_negative(load(x + i) - base);
       store(x + i, p);

@@ -2,12 +2,14 @@
 // instructions a code.
 //
 // A lane of 32 bits holds two codes of one lane of the planes, positions i and i + 16, because the nibble of position
-// 4k + J is half a byte k of n: shifts by 0, 4, 8 and 12 bring nibbles 0 .. 3 and 4 .. 7 to the bottom of the two halves,
-// where one shuffle of 16-bit lanes looks both up. Coefficients lie in the same pairs, [rows, 16] words for 32 positions.
+// 4k + J is half a byte k of n: shifts by 0, 4, 8 and 12 bring nibbles 0 .. 3 and 4 .. 7 to the bottom of the two
+// halves, where one shuffle of 16-bit lanes looks both up. Coefficients lie in the same pairs, [rows, 16] words for 32
+// positions.
 //
-// Levels are rounded to integers up to LEVEL_RANGE, the query of a row and the weights (times the scales of the values) of
-// a row and tile so that sums over SUM_WORDS words of keys and one of values cannot overflow. 8 bits would halve the
-// products again, but rounding the query to 8 bits costs 6e-3 of a score's spread at head dim 128; this costs 2e-4.
+// Levels are rounded to integers up to LEVEL_RANGE; the query of a row and the weights (times the scales of the values)
+// of a row and tile to ranges in which sums over SUM_WORDS words of keys and one of values cannot overflow. 8 bits would
+// halve the products, but rounding the query to 8 bits costs 6e-3 of a score's spread at dim 128, this 2e-4. With
+// four rows the products are two thirds of the time and run at one a cycle.
 #pragma once
 
 constexpr int LEVEL_RANGE = 4095, SUM_WORDS = 4, FEW_WORD_ROWS = 16;
@@ -17,8 +19,8 @@ constexpr float TINY = 1e-30f;  // a row of weights or a query below counts as z
 
 INLINE F round_small(F x) { return (x + splat(12582912.0f)) - splat(12582912.0f); }  // |x| < 2^22
 
-// Factor from levels to integers: the one of 128 below LEVEL_RANGE / largest level with the smallest error. Rounding errors
-// of levels do not average out over tokens, and three or seven other levels often fit one of the factors well.
+// Factor from levels to integers: the one of 128 below LEVEL_RANGE / largest level with the smallest error. Rounding
+// errors of levels do not average out over tokens, and three or seven other levels often fit one of the factors well.
 INLINE float level_factor(const Store &s) {
   int half = 1 << (s.bits - 1);
   if (!(s.levels[half - 1] > TINY)) return 0;
@@ -57,13 +59,9 @@ INLINE WordBook word_book_of(const Store &s) {
   return {words, by > 0 ? 1 / by : 0};
 }
 
-// Positions 0 .. 31 of a row, |x * by| below 2^15, as 16 pairs.
-INLINE void store_pairs(const float *x, float by, uint32_t *to) {
-  for (int i = 0; i < TILE / 2; i += LANES) {
-    U low = rounded(load(x + i) * splat(by)), high = rounded(load(x + TILE / 2 + i) * splat(by));
-    store_words(to + i, pick(0xffffu, low, shift<-16>(high)));
-  }
-}
+// Positions 0 .. 15 and 16 .. 31 of a row, below 2^15, as 16 pairs.
+static_assert(TILE == 2 * LANES, "half a tile is a vector");
+INLINE U pairs_of(F low, F high) { return pick(0xffffu, rounded(low), shift<-16>(rounded(high))); }
 
 // Queries [words, rows, 32] to pairs [words, rows, 16], and the unit of each row: NaN where the row is not finite.
 NOINLINE void quantise_queries(const float *query, int words, int rows, uint32_t *pairs, float *unit) {
@@ -77,8 +75,10 @@ NOINLINE void quantise_queries(const float *query, int words, int rows, uint32_t
       }
     float most = reduce_max(top), by = most > TINY ? QUERY_RANGE / most : 0;
     unit[r] = (by > 0 ? most / QUERY_RANGE : 0) + reduce_add(bad);
-    for (int w = 0; w < words; w++)
-      store_pairs(query + (w * rows + r) * TILE, by, pairs + (w * rows + r) * (TILE / 2));
+    for (int w = 0; w < words; w++) {
+      const float *x = query + (w * rows + r) * TILE;
+      store_words(pairs + (w * rows + r) * (TILE / 2), pairs_of(load(x) * splat(by), load(x + LANES) * splat(by)));
+    }
   }
 }
 
@@ -193,21 +193,25 @@ INLINE void word_product(int bits, int rows, const Call &call) {
   if (bits == 4) in_groups(rows, WordGroup<4, Call>{call});
 }
 
-// Weights times scales of a tile as pairs [rows, 16], and the unit of each row.
-INLINE void quantise_weights(const Task &t, const float *scale, float level_unit, const Scratch &w, uint32_t *pairs,
-                             float *unit) {
+// As weigh, but the weights, times the scales of the values, become pairs [rows, 16] and the unit of each row.
+NOINLINE bool weigh_words(const Task &t, const Columns &columns, const float *scale, float level_unit, const Scratch &w,
+                          uint32_t *pairs, float *unit) {
+  bool any = false;
   for (int r = 0; r < t.rows; r++) {
-    float *x = w.weights + r * TILE;
-    F top = zero();
-    for (int i = 0; i < TILE; i += LANES) {
-      F weight = load(x + i) * load(scale + i);
-      store(x + i, weight);
-      top = maximum(weight, top);
-    }
-    float most = reduce_max(top), by = most > TINY ? WEIGHT_RANGE / most : 0;
+    float *x = w.weights + r * TILE, *sums = w.sums + r * TILE;
+    adjust_logits(t, r, columns, x);
+    F top = maximum(load(x), load(x + LANES));
+    if (lane_bits(greater(top, splat(w.maxima[r])))) raise_maximum(t, r, reduce_max(top), w);
+    F base = splat(w.maxima[r] == -__builtin_inff() ? 0 : w.maxima[r]);
+    F p = exp_weights(load(x) - base), p2 = exp_weights(load(x + LANES) - base);
+    store(sums, load(sums) + (p + p2));
+    p = p * load(scale), p2 = p2 * load(scale + LANES);
+    float most = reduce_max(maximum(p, p2)), by = most > TINY ? WEIGHT_RANGE / most : 0;
+    any |= by > 0;
     unit[r] = most * (level_unit / WEIGHT_RANGE);
-    store_pairs(x, by, pairs + r * (TILE / 2));
+    store_words(pairs + r * (TILE / 2), pairs_of(p * splat(by), p2 * splat(by)));
   }
+  return any;
 }
 
 // The packed part of attend for at most FEW_WORD_ROWS rows.
@@ -227,9 +231,8 @@ NOINLINE void attend_words(const Task &t, const Range &range, const Scratch &w) 
                  KeyWords{planes, words, t.rows, queries, key_book.table, w.vector, query_unit, a.bias + t.flat,
                           key_book.unit, a.scale, w.weights});
     prefetch_words(a.keys, t.b, t.h, block + 1, TILE);
-    if (!weigh(t, columns, w)) continue;
     if (!a.shared) load_scales(values, t.b, t.h, block, columns.valid, w.vector);
-    quantise_weights(t, w.vector, value_book.unit, w, weights, weight_unit);
+    if (!weigh_words(t, columns, w.vector, value_book.unit, w, weights, weight_unit)) continue;
     planes = a.shared ? load_shared_words(a.keys, t.b, t.h, block, w.words, w.columns)
                       : load_value_words(values, t.b, t.h, block, w.words);
     word_product(values.bits, t.rows,

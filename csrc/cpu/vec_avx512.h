@@ -77,8 +77,8 @@ INLINE void transpose_words(const uint32_t *x, int64_t ldx, int words, uint32_t 
   for (int w = 0; w < words; w++) _mm512_storeu_si512(y + w * ldy, out[w]);
 }
 
-// N words of 32 tokens that lie side by side: y[w][token] = x[token][w]. Halves that hold the words with an even and with
-// an odd number are parted log2(N) times.
+// N words of 32 tokens that lie side by side: y[w][token] = x[token][w]. Halves that hold the words with an even and
+// with an odd number are parted log2(N) times.
 #define KVQ_UNTANGLE
 template <int N>
 INLINE void untangle_vectors(U *x) {
