@@ -1,8 +1,8 @@
 """Attention of one decode step on packed tokens against dense attention, and encode against prefill:
 ``python benchmarks/attend.py --threads 1 --json attend.json``.
 
-Both sides run in turn in every round, each round starting one further, so that whatever else the machine does and what the
-caches hold hits both; medians and minima over the
+Both sides run in every round, in random order, so that whatever else the machine does and what the caches still hold hits
+both; medians and minima over the
 rounds, the spread is (third - first quartile) / median. Dense is ``F.scaled_dot_product_attention`` in bfloat16 and
 float32, with ``enable_gqa`` and with the group of query heads folded into the query length; the best by median counts.
 Ratios are of medians in the same rounds. ``DRAM`` is packed bytes over time, over the measured rate of a plain read.
@@ -10,6 +10,7 @@ Ratios are of medians in the same rounds. ``DRAM`` is packed bytes over time, ov
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -45,8 +46,7 @@ def in_turn(sides: dict[str, Callable], rounds: int, droppable: tuple[str, ...])
     """Seconds of every side in every round, after one that does not count; hopeless droppable sides end early."""
     times = {name: [] for name in sides}
     for number in range(rounds + 1):
-        order = list(times)
-        for name in order[number % len(order) :] + order[: number % len(order)]:
+        for name in random.Random(number).sample(list(times), len(times)):
             began = time.perf_counter()
             sides[name]()
             times[name].append(time.perf_counter() - began)
@@ -134,7 +134,8 @@ def encode_row(query_heads: int, heads: int, dim: int, bits: int, isas: list[str
 
 
 def print_rows(rows: list[dict], isas: list[str], column: str) -> None:
-    print(f"{'Hq Hk d T':>18}  {'best dense':16} {'ms':>9} {'spread':>7}  {'packed':11} {'ms':>9} {'spread':>7}  {column}")
+    left = f"{'Hq Hk d T':>18}  {'best dense':16}"
+    print(f"{left} {'ms':>9} {'spread':>7}  {'packed':11} {'ms':>9} {'spread':>7}  {column}")
     for row in rows:
         dense = row["results"][row["best_dense"]]
         for isa in isas:
@@ -143,11 +144,11 @@ def print_rows(rows: list[dict], isas: list[str], column: str) -> None:
                 last = f"{ours['share']:6.1%}"
             else:
                 last = f"{ours['ratio']:5.2f}x {ours['ratio_of_minima']:6.2f}x {ours['dram_share']:7.0%}"
-            print(
-                f"{' '.join(map(str, row['shape'])):>18}  {row['best_dense']:16} {dense['median_ms']:9.3f} {dense['spread']:7.0%}"
-                f"  {isa:11} {ours['median_ms']:9.3f} {ours['spread']:7.0%}  {last}",
-                flush=True,
+            left = f"{' '.join(map(str, row['shape'])):>18}  {row['best_dense']:16}"
+            middle = (
+                f"{dense['median_ms']:9.3f} {dense['spread']:7.0%}  {isa:11} {ours['median_ms']:9.3f} {ours['spread']:7.0%}"
             )
+            print(f"{left} {both}  {last}")
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} thread(s), {native.cpu_isa()}"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{versions}, {torch.get_num_threads()} thread(s), {native.cpu_isa()}"
 
 
 def pytest_runtest_setup(item):

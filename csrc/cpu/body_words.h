@@ -7,8 +7,8 @@
 // positions.
 //
 // Levels are rounded to integers up to LEVEL_RANGE; the query of a row and the weights (times the scales of the values)
-// of a row and tile to ranges in which sums over SUM_WORDS words of keys and one of values cannot overflow. 8 bits would
-// halve the products, but rounding the query to 8 bits costs 6e-3 of a score's spread at dim 128, this 2e-4. With
+// of a row and tile to ranges in which sums over SUM_WORDS words of keys and one of values cannot overflow. 8 bits
+// would halve the products, but rounding the query to 8 bits costs 6e-3 of a score's spread at dim 128, this 2e-4. With
 // four rows the products are two thirds of the time and run at one a cycle.
 #pragma once
 
