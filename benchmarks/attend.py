@@ -145,10 +145,8 @@ def print_rows(rows: list[dict], isas: list[str], column: str) -> None:
             else:
                 last = f"{ours['ratio']:5.2f}x {ours['ratio_of_minima']:6.2f}x {ours['dram_share']:7.0%}"
             left = f"{' '.join(map(str, row['shape'])):>18}  {row['best_dense']:16}"
-            middle = (
-                f"{dense['median_ms']:9.3f} {dense['spread']:7.0%}  {isa:11} {ours['median_ms']:9.3f} {ours['spread']:7.0%}"
-            )
-            print(f"{left} {both}  {last}")
+            times = [f"{side['median_ms']:9.3f} {side['spread']:7.0%}" for side in (dense, ours)]
+            print(f"{left} {times[0]}  {isa:11} {times[1]}  {last}")
 
 
 def main() -> None:
