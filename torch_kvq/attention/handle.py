@@ -135,9 +135,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         out = pieces.sdpa(query, attn_mask, dropout_p, is_causal, scale)
     else:
         dense = (key.dense("sdpa"), value.dense("sdpa"))
-        out = F.scaled_dot_product_attention(
-            query, *dense, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        out = F.scaled_dot_product_attention(query, *dense, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     pieces.layer.answered(pieces.is_packed)
     return out
 
