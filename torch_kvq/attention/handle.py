@@ -192,8 +192,9 @@ def _reshape(x, *shape):
     with torch._C.DisableTorchFunctionSubclass():
         batch, heads, repeat, tokens, dim = x.shape
     whole = (batch, heads * repeat, tokens, dim)
-    fits = all(want in (-1, have) for want, have in zip(shape, whole)) and list(shape).count(-1) <= 1
-    return x.in_form("plain") if fits else NotImplemented
+    inferred = [want for want in shape if want == -1]
+    fits = all(want in (-1, have) for want, have in zip(shape, whole))
+    return x.in_form("plain") if fits and len(inferred) <= 1 else NotImplemented
 
 
 @handles(torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.detach)

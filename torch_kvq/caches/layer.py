@@ -163,7 +163,8 @@ class IsoQuantLayer(CacheLayerMixin):
 
     def answered(self, packed: bool) -> None:
         """The attention call of this forward is done, from packed data or not."""
-        self.stats.attend_calls += packed
+        if packed:
+            self.stats.attend_calls += 1
         query, self._pending_query = self._pending_query, None
         if query is not None and self.keys_store is None and self.moments is not None:
             valid = None
