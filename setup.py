@@ -71,7 +71,10 @@ def ninja_text(root: Path, output: Path, compiler: str) -> str:
     torch = torch_root()
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     mac = sys.platform == "darwin"
-    link = "-undefined dynamic_lookup" if mac else f"-L{torch / 'lib'} -Wl,--no-as-needed -ltorch_cpu -Wl,-z,defs"
+    # libstdc++ by its file name: a compiler with only the static one would put a second C++ runtime into the library, and
+    # an error thrown here would not be caught in torch.
+    linux = f"-L{torch / 'lib'} -Wl,--no-as-needed -ltorch_cpu -l:libstdc++.so.6 -Wl,-z,defs"
+    link = "-undefined dynamic_lookup" if mac else linux
     lines = [
         "ninja_required_version = 1.5",
         "builddir = build/kvq",

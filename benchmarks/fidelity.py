@@ -54,7 +54,8 @@ def main() -> None:
     model, tokenizer = real_models.load(args.model)
     names, ids = token_batch(tokenizer, args.prefix + args.scored)
     isa = torch_kvq.backends.cpu_isa()
-    print(f"{args.model} {str(model.dtype)[6:]}, {len(names)} texts ({', '.join(names)}), prefix {args.prefix}, scored {args.scored}")
+    print(f"{args.model} {str(model.dtype)[6:]}, {len(names)} texts ({', '.join(names)})")
+    print(f"prefix {args.prefix}, scored {args.scored}")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {isa}, {torch.get_num_threads()} thread(s)\n")
     print(f"{'cache':26} {'KL':>9} {'top-1':>7} {'delta NLL':>10} {'NLL':>8} {'worst text KL':>14} {'seconds':>8}")
     for name, options in (ABLATION if args.ablation else DEFAULT).items():
@@ -64,7 +65,8 @@ def main() -> None:
         got = fidelity(model, ids, lambda: IsoQuantCache(**options), args.prefix)  # noqa: B023
         worst = max(each.kl for each in got.per_sequence)
         seconds = time.perf_counter() - began
-        print(f"{name:26} {got.kl:9.5f} {got.top1:7.4f} {got.delta_nll:+10.4f} {got.nll:8.4f} {worst:14.5f} {seconds:8.1f}", flush=True)
+        figures = f"{got.kl:9.5f} {got.top1:7.4f} {got.delta_nll:+10.4f} {got.nll:8.4f} {worst:14.5f} {seconds:8.1f}"
+        print(f"{name:26} {figures}", flush=True)
 
 
 if __name__ == "__main__":

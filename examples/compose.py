@@ -41,9 +41,7 @@ def main() -> None:
         exact, _ = attend_exact(query, torch.cat([keys, own_keys], 2), torch.cat([values, own_values], 2))
         error = ((out - exact).norm() / exact.norm()).item()
         share = torch.sigmoid(own[1] - shared[1]).mean().item()
-        print(
-            f"{name} sequence: own tokens hold {share:.0%} of the attention, relative error of the output {error:.3f}"
-        )
+        print(f"{name} sequence: own tokens hold {share:.0%} of the attention, relative error of the output {error:.3f}")
 
 
 if __name__ == "__main__":

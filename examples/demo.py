@@ -45,9 +45,7 @@ def main() -> None:
     prompt = make_prompt(tokenizer, options.prompt_len)
     for kind in (DynamicCache, IsoQuantCache):  # the first calls of a process load code
         model.generate(prompt[:, -200:], past_key_values=kind(), max_new_tokens=4, do_sample=False)
-    runs = {
-        kind.__name__: generate(model, prompt, kind(), options.new_tokens) for kind in (DynamicCache, IsoQuantCache)
-    }
+    runs = {kind.__name__: generate(model, prompt, kind(), options.new_tokens) for kind in (DynamicCache, IsoQuantCache)}
     show_texts(runs, tokenizer)
     show_agreement(runs, model)
     show_table(runs, options.dtype)
@@ -61,8 +59,7 @@ def main() -> None:
 def make_prompt(tokenizer, length: int) -> torch.Tensor:
     """Token ids ``[1, length]``: the reference page on dictionaries, cut so that the story's start fits."""
     page, story = (
-        tokenizer(text, return_tensors="pt").input_ids
-        for text in (plain(pydoc_data.topics.topics["typesmapping"]), STORY)
+        tokenizer(text, return_tensors="pt").input_ids for text in (plain(pydoc_data.topics.topics["typesmapping"]), STORY)
     )
     return torch.cat([page[:, : length - story.shape[1]], story], 1)
 

@@ -17,7 +17,7 @@ from torch_kvq.caches.layer import IsoQuantLayer
 def _dense_handles(layer: IsoQuantLayer, pieces):
     if not pieces.is_packed:
         return IsoQuantLayer.handles(layer, pieces)
-    return pieces.dense("k", "oracle"), pieces.dense("v", "oracle")
+    return pieces.rebuilt("k"), pieces.rebuilt("v")
 
 
 def oracle_cache(config, **options) -> IsoQuantCache:

@@ -160,9 +160,7 @@ def test_crop_to_nothing_is_a_fresh_cache():
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
     other = tiny_models.prompt(3, 120, seed=5)  # another batch size is fine now
     got = forced_logits(model, cache, [other[:, :100], *one_by_one(other[:, 100:])])
-    assert torch.equal(
-        got, forced_logits(model, IsoQuantCache(**PACKED), [other[:, :100], *one_by_one(other[:, 100:])])
-    )
+    assert torch.equal(got, forced_logits(model, IsoQuantCache(**PACKED), [other[:, :100], *one_by_one(other[:, 100:])]))
 
 
 @pytest.mark.parametrize("kept", [100, 55, 30, 12, 5])

@@ -18,10 +18,7 @@ pytestmark = pytest.mark.versions
 
 PACKED = dict(window_len=32, flush_len=16)
 REPLACED = {DynamicLayer: IsoQuantLayer, LinearAttentionAndFullAttentionLayer: IsoQuantHybridLayer}
-ALL = [
-    (name, attentions[0])
-    for name, attentions in ((name, each.attentions) for name, each in tiny_models.FAMILIES.items())
-]
+ALL = [(name, attentions[0]) for name, attentions in ((name, each.attentions) for name, each in tiny_models.FAMILIES.items())]
 
 
 def wanted_kinds(config):
@@ -74,9 +71,7 @@ class Wrapper(torch.nn.Module):
         return self.model.generate(ids, past_key_values=cache, max_new_tokens=3)
 
 
-@pytest.mark.parametrize(
-    "config", [{"num_hidden_layers": 7}, None, 3, PreTrainedConfig(), tiny_models.build("gemma3").config]
-)
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 7}, None, 3, PreTrainedConfig(), tiny_models.build("gemma3").config])
 @pytest.mark.parametrize("call", ["forward", "generate"])
 def test_a_wrapper_with_another_config(config, call):
     model, cache = tiny_models.build("llama"), IsoQuantCache()

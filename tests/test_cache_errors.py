@@ -301,9 +301,7 @@ def test_two_models(second, delete, given):
     cache = IsoQuantCache(first.config if given else None, **PACKED)
     wanted = first.generate(ids, past_key_values=IsoQuantCache(**PACKED), max_new_tokens=9).tolist()
     first.generate(ids[:, :60], past_key_values=cache, max_new_tokens=1)
-    other = (
-        copy.deepcopy(first) if second == "copy" else tiny_models.build("llama" if second == "same" else second, "sdpa")
-    )
+    other = copy.deepcopy(first) if second == "copy" else tiny_models.build("llama" if second == "same" else second, "sdpa")
     if delete:
         del first
     with pytest.raises(ValueError, match=r"past_key_values must serve one model: layer 0 holds 60 tokens.*reset\(\)"):
@@ -340,9 +338,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "family, attn", [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")]
-)
+@pytest.mark.parametrize("family, attn", [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")])
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("length, new_tokens", [(1, 80), (100, 20)])
 def test_odd_numbers_stay_finite(family, attn, name, length, new_tokens):

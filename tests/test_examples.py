@@ -23,9 +23,7 @@ def test_texts_are_long_and_distinct(smollm2):
 
 
 def test_brown_is_detagged(tmp_path):
-    tagged = (
-        "\n\n\tThe/at jury/nn said/vbd ``/`` no/at ''/'' ;/. ;/.\n\n\n\tIt/pps (/( the/at court/nn )/) rose/vbd ./.\n"
-    )
+    tagged = "\n\n\tThe/at jury/nn said/vbd ``/`` no/at ''/'' ;/. ;/.\n\n\n\tIt/pps (/( the/at court/nn )/) rose/vbd ./.\n"
     (tmp_path / "ca01").write_text(tagged)
     assert real_texts.brown(tmp_path) == 'The jury said " no "; It (the court) rose.'
 

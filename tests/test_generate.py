@@ -1,4 +1,4 @@
-"""Every generate mode: token-identical to ``DynamicCache`` while nothing is packed, and on packed data throughout when it is."""
+"""Every generate mode: token-identical to ``DynamicCache`` while nothing is packed, and all on packed data when it is."""
 
 import pytest
 import tiny_models
@@ -45,9 +45,7 @@ def generate(model, cache, inputs, mode="greedy", new_tokens=8, **options):
         assistant = tiny_models.build("llama", "sdpa", num_hidden_layers=1)
         options["assistant_model"] = assistant
     torch.manual_seed(3)
-    out = model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options
-    )
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
     return out if isinstance(out, torch.Tensor) else out.sequences
 
 

@@ -23,9 +23,7 @@ HEADS, GROUPS, DIM, TOKENS = 2, 3, 32, 120
 
 def handles(batch=2, dtype=torch.float32):
     """(cache, keys, values, dense keys, dense values) of a packed layer."""
-    config = LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=HEADS, head_dim=DIM, hidden_size=192
-    )
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=HEADS, head_dim=DIM, hidden_size=192)
     cache = IsoQuantCache(config, **PACKED)
     generator = torch.Generator().manual_seed(0)
     for tokens in (TOKENS - 1, 1):
@@ -63,12 +61,8 @@ ANSWERED = {
     ),
     "sdpa_mask_of_heads": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, PER_HEAD, enable_gqa=True),
     "sdpa_causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-    "sdpa_bf16_mask": lambda q, k, v: F.scaled_dot_product_attention(
-        q, k, v, MASK.float().log().float(), enable_gqa=True
-    ),
-    "sdpa_packed_queries": lambda q, k, v: F.scaled_dot_product_attention(
-        q[:, :, :1].unflatten(1, (2, 3)).squeeze(3), k, v
-    ),
+    "sdpa_bf16_mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, MASK.float().log().float(), enable_gqa=True),
+    "sdpa_packed_queries": lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :1].unflatten(1, (2, 3)).squeeze(3), k, v),
     "eager": lambda q, k, v: torch.matmul(torch.matmul(q, repeat_kv(k).transpose(2, 3)).softmax(-1), repeat_kv(v)),
     "at": lambda q, k, v: (q @ repeat_other(k).transpose(-1, -2)).softmax(-1) @ repeat_other(v),
     "method": lambda q, k, v: q.matmul(torch.transpose(repeat_kv(k), -2, -1)).softmax(-1).matmul(repeat_kv(v)),
@@ -221,9 +215,7 @@ def test_an_old_handle_keeps_its_tokens():
 
 def test_one_warning_a_cache_names_the_function():
     cache, keys, values, *_ = handles()
-    with pytest.warns(
-        UserWarning, match=r"rebuilds packed tokens for repeat_interleave\(\).*sdpa, eager or kvq"
-    ) as seen:
+    with pytest.warns(UserWarning, match=r"rebuilds packed tokens for repeat_interleave\(\).*sdpa, eager or kvq") as seen:
         keys.repeat_interleave(2, 1)
         values.repeat_interleave(2, 1)
         keys + 1

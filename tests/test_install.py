@@ -57,8 +57,7 @@ def test_versions_are_written_alike():
     whole = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = whole["project"]
     torch_rule, transformers_rule = (
-        f"{name}>={'.'.join(map(str, least))}"
-        for name, least in (("torch", LEAST_TORCH), ("transformers", LEAST_TRANSFORMERS))
+        f"{name}>={'.'.join(map(str, least))}" for name, least in (("torch", LEAST_TORCH), ("transformers", LEAST_TRANSFORMERS))
     )
     assert project["version"] == __version__
     assert {torch_rule, transformers_rule} <= set(project["dependencies"])
@@ -78,9 +77,7 @@ def test_documents_name_what_exists(document):
     links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
     folders = re.findall(r"`([\w.-]+(?:/[\w.-]+)*/)`", text)
     files = re.findall(r"`([\w.-]+(?:/[\w.-]+)*\.(?:py|h|cpp|cu|metal|toml|md))`", text)
-    missing = [
-        name for name in links + folders + files if not (ROOT / name).exists() and not (document.parent / name).exists()
-    ]
+    missing = [name for name in links + folders + files if not (ROOT / name).exists() and not (document.parent / name).exists()]
     assert not missing
 
 

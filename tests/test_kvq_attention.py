@@ -11,9 +11,7 @@ from torch_kvq import IsoQuantCache
 pytestmark = pytest.mark.versions
 
 PACKED = dict(window_len=32, flush_len=16)
-MODELS = tiny_models.names(
-    "llama", "qwen3", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"
-)
+MODELS = tiny_models.names("llama", "qwen3", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 
 
 def pair(family, attn, **overrides):
@@ -91,9 +89,7 @@ def test_sinks():
     assert relative_error(forced_logits(without, IsoQuantCache(**PACKED), pieces), wanted) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "family, attn", [("llama", "sdpa"), ("gpt_oss", "eager"), ("gemma3", "sdpa"), ("deepseek_v3", "sdpa")]
-)
+@pytest.mark.parametrize("family, attn", [("llama", "sdpa"), ("gpt_oss", "eager"), ("gemma3", "sdpa"), ("deepseek_v3", "sdpa")])
 @pytest.mark.parametrize("mode", [{}, dict(num_beams=2), dict(prompt_lookup_num_tokens=3)])
 def test_generate(family, attn, mode):
     plain, ours = pair(family, attn)

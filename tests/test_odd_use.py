@@ -189,9 +189,7 @@ def test_latent_shapes(v_head_dim, rank, attn):
 
 
 def test_different_head_dims_of_keys_and_values():
-    config = LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256
-    )
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256)
     cache = IsoQuantCache(config, **PACKED)
     for tokens in (100, *[1] * 40):
         keys, values, query = torch.randn(2, 2, tokens, 64), torch.randn(2, 2, tokens, 24), torch.randn(2, 4, 1, 64)

@@ -305,9 +305,7 @@ BAD = [
     ("out must have the shape", "out", lambda a: a["out"][:, :3]),
     ("lse must be float32", "lse", lambda a: a["lse"].double()),
 ]
-ARGUMENTS = (
-    "q keys values exact_keys exact_values mask sink_logits start length num_sinks scale softcap out lse".split()
-)
+ARGUMENTS = "q keys values exact_keys exact_values mask sink_logits start length num_sinks scale softcap out lse".split()
 
 
 @needs_kernels

@@ -41,9 +41,7 @@ def test_padded_prefill_logits_are_those_of_dynamic_cache(family, attn):
 
 
 def deferred_config(layers):
-    return LlamaConfig(
-        num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=128, hidden_size=1024
-    )
+    return LlamaConfig(num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=128, hidden_size=1024)
 
 
 @pytest.mark.parametrize("mode, layers_held", [("deferred", 28), ("layerwise", 1)])

@@ -92,9 +92,7 @@ def by_hand(x, config, centre, balance) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("along_tokens", [False, True])
-@pytest.mark.parametrize(
-    "bits, kind, dim", [(3, "isoquant", 64), (2, "hadamard2", 80), (4, "dense", 12), (3, "none", 36)]
-)
+@pytest.mark.parametrize("bits, kind, dim", [(3, "isoquant", 64), (2, "hadamard2", 80), (4, "dense", 12), (3, "none", 36)])
 @pytest.mark.parametrize("rule", SCALE_RULES)
 def test_round_trip_is_quantisation_by_hand(rule, bits, kind, dim, along_tokens):
     config = IsoQuantConfig(bits, kind, rule, seed=11)

@@ -66,9 +66,7 @@ def test_balance_is_the_fourth_root_of_the_ratio():
 
 def test_keys_alone_count_queries_as_isotropic():
     key_moment = torch.rand(1, 2, 16) + 0.1
-    torch.testing.assert_close(
-        channel_balance(key_moment, None), channel_balance(key_moment, torch.full((1, 2, 16), 9.0))
-    )
+    torch.testing.assert_close(channel_balance(key_moment, None), channel_balance(key_moment, torch.full((1, 2, 16), 9.0)))
     torch.testing.assert_close(channel_balance(key_moment, None), channel_balance(key_moment, torch.zeros(1, 2, 16)))
 
 

@@ -53,9 +53,7 @@ SHARED_KV = dict(
     num_kv_shared_layers=2,
     **PER_LAYER_INPUTS,
 )
-VISION = dict(
-    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-)
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
 
 
 @dataclass(frozen=True)
@@ -78,18 +76,14 @@ FAMILIES = {
     "mistral_full": Family("MistralForCausalLM", "MistralConfig", dict(sliding_window=None)),
     "mixtral": Family("MixtralForCausalLM", "MixtralConfig", dict(num_local_experts=4, sliding_window=None)),
     # Soft-capped logits: newer transformers refuse sdpa for gemma2, older ones drop the cap there without a word.
-    "gemma2": Family(
-        "Gemma2ForCausalLM", "Gemma2Config", dict(LOCAL_GLOBAL, query_pre_attn_scalar=32), attentions=("eager",)
-    ),
+    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", dict(LOCAL_GLOBAL, query_pre_attn_scalar=32), attentions=("eager",)),
     "gemma3": Family(
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
         dict(LOCAL_GLOBAL, query_pre_attn_scalar=32, layer_types=["sliding_attention"] * 3 + ["full_attention"]),
     ),
     # Learnt attention sinks: no sdpa.
-    "gpt_oss": Family(
-        "GptOssForCausalLM", "GptOssConfig", dict(LOCAL_GLOBAL, num_local_experts=4), attentions=("eager",)
-    ),
+    "gpt_oss": Family("GptOssForCausalLM", "GptOssConfig", dict(LOCAL_GLOBAL, num_local_experts=4), attentions=("eager",)),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", MLA, without=("head_dim",), seed=1),
     "deepseek_v3_wide": Family(
         "DeepseekV3ForCausalLM",
@@ -146,9 +140,7 @@ FAMILIES = {
             moe_shared_expert_intermediate_size=32,
         ),
     ),
-    "lfm2": Family(
-        "Lfm2ForCausalLM", "Lfm2Config", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)
-    ),
+    "lfm2": Family("Lfm2ForCausalLM", "Lfm2Config", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)),
     "bamba": Family(
         "BambaForCausalLM",
         "BambaConfig",

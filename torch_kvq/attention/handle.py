@@ -135,9 +135,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         out = pieces.sdpa(query, attn_mask, dropout_p, is_causal, scale)
     else:
         dense = (key.dense("sdpa"), value.dense("sdpa"))
-        out = F.scaled_dot_product_attention(
-            query, *dense, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        out = F.scaled_dot_product_attention(query, *dense, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     pieces.layer.answered(pieces.is_packed)
     return out
 
@@ -194,8 +192,9 @@ def _reshape(x, *shape):
     with torch._C.DisableTorchFunctionSubclass():
         batch, heads, repeat, tokens, dim = x.shape
     whole = (batch, heads * repeat, tokens, dim)
-    fits = all(want in (-1, have) for want, have in zip(shape, whole)) and list(shape).count(-1) <= 1
-    return x.in_form("plain") if fits else NotImplemented
+    inferred = [want for want in shape if want == -1]
+    fits = all(want in (-1, have) for want, have in zip(shape, whole))
+    return x.in_form("plain") if fits and len(inferred) <= 1 else NotImplemented
 
 
 @handles(torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.detach)

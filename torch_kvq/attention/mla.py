@@ -138,9 +138,7 @@ def _split(x, sizes, dim=0):
 
 @handles(torch.Tensor.expand)
 def _expand(x, *shape):
-    if not (
-        is_handle(x, "v") and x.pieces.layer.is_latent and len(shape) == 4 and shape[0] == shape[2] == shape[3] == -1
-    ):
+    if not (is_handle(x, "v") and x.pieces.layer.is_latent and len(shape) == 4 and shape[0] == shape[2] == shape[3] == -1):
         return NotImplemented
     return RopeKeys.make(x.pieces, shape[1])
 
@@ -267,11 +265,7 @@ def _matmul(left, right):
         pieces = right.source.pieces
         pieces.layer.saw_weights(left)
         packed = pieces.is_packed
-        out = (
-            _absorb(right.source, right.low, right.low).weighted_values(left)
-            if packed
-            else left @ right.dense("matmul")
-        )
+        out = _absorb(right.source, right.low, right.low).weighted_values(left) if packed else left @ right.dense("matmul")
         pieces.layer.answered(pieces.is_packed)
         return out
     return NotImplemented

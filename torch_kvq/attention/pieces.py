@@ -55,7 +55,7 @@ class Pieces:
         )
 
     def dense(self, role: str, reason: str) -> torch.Tensor:
-        """Keys (role ``k``) or values (``v``) in sequence order, for a function that has no packed form: counted as ``reason``."""
+        """Keys (role ``k``) or values (``v``) in sequence order, for a function without a packed form, named by ``reason``."""
         if self.is_packed:
             self.layer.stats.count_fallback(reason)
         return self.rebuilt(role)

@@ -15,9 +15,7 @@ def check_states(layer, key_states: torch.Tensor, value_states: torch.Tensor) ->
         if x.dim() != 4:
             raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
         if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} must not require gradients: a packed cache cannot be trained through; use no_grad"
-            )
+            raise ValueError(f"{name} must not require gradients: a packed cache cannot be trained through; use no_grad")
     if key_states.shape[:3] != value_states.shape[:3]:
         raise ValueError(
             "value_states must have the batch, heads and tokens of key_states "

@@ -166,8 +166,7 @@ class IsoQuantCache(Cache):
         """Layer ``index`` refused its tokens. What is not packed keeps no record of how it was before this forward."""
         layers = enumerate(self._layers[: index + 1])
         others = [
-            isinstance(layer, LinearAttentionLayer) if at == index else type(layer) is not IsoQuantLayer
-            for at, layer in layers
+            isinstance(layer, LinearAttentionLayer) if at == index else type(layer) is not IsoQuantLayer for at, layer in layers
         ]
         if any(others) and self.get_seq_length() == 0:
             self._start_over()
@@ -213,9 +212,7 @@ class IsoQuantCache(Cache):
             )
         self._check_whole()
         if self._is_bound and layer_idx >= len(layers) > 0:
-            raise ValueError(
-                f"config must be that of the model: it has {len(layers)} layers, got layer_idx {layer_idx}"
-            )
+            raise ValueError(f"config must be that of the model: it has {len(layers)} layers, got layer_idx {layer_idx}")
         try:
             self._check_owner(layer_idx)
             if layer_idx == self._first_packed():

@@ -36,9 +36,7 @@ class IsoQuantLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(
-        self, settings: IsoQuantSettings, stats: CacheStats, index: int = 0, latent_rank: int | None = None
-    ) -> None:
+    def __init__(self, settings: IsoQuantSettings, stats: CacheStats, index: int = 0, latent_rank: int | None = None) -> None:
         self.settings, self.stats, self.index, self.latent_rank = settings, stats, index, latent_rank
         self.deferred = settings.prefill == "deferred"
         self.record_past = False
@@ -165,7 +163,8 @@ class IsoQuantLayer(CacheLayerMixin):
 
     def answered(self, packed: bool) -> None:
         """The attention call of this forward is done, from packed data or not."""
-        self.stats.attend_calls += packed
+        if packed:
+            self.stats.attend_calls += 1
         query, self._pending_query = self._pending_query, None
         if query is not None and self.keys_store is None and self.moments is not None:
             valid = None
@@ -222,9 +221,7 @@ class IsoQuantLayer(CacheLayerMixin):
         balance = settings.balance and not self.is_latent
         self.keys_store = self._open(keys[:, :, body], valid, query_moment, settings.center, balance, True, capacity)
         if self.is_latent:
-            self.values_store = self._open(
-                values[:, :, body], valid, None, settings.center, settings.balance, True, capacity
-            )
+            self.values_store = self._open(values[:, :, body], valid, None, settings.center, settings.balance, True, capacity)
         else:
             self.values_store = self._open(values[:, :, body], valid, None, False, False, False, capacity)
         self.moments = self._visible = None

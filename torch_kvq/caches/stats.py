@@ -48,7 +48,7 @@ class CacheStats:
             return
         self._has_warned = True
         warnings.warn(
-            f"IsoQuantCache rebuilds packed tokens for {next(iter(self.fallback_reasons))}(), which has no packed form: correct, "
+            f"IsoQuantCache rebuilds packed tokens for {next(iter(self.fallback_reasons))}(), which has no packed form: right, "
             "but slow. Use the attention implementation sdpa, eager or kvq; cache.stats.fallback_reasons counts such calls.",
             stacklevel=2,
         )

@@ -22,7 +22,7 @@ def marginal_density(t: torch.Tensor, head_dim: int | None) -> torch.Tensor:
     return (1 - t.square() / head_dim).clamp_min(0) ** ((head_dim - 3) / 2)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def lloyd_max(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
     """Positive levels of the symmetric Lloyd-Max codebook, ascending, for unit variance.
 

@@ -10,7 +10,7 @@ from .codebook import check_bits, lloyd_max
 from .rotation import Rotation, check_kind, make_rotation
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _levels(bits: int, head_dim: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.tensor(lloyd_max(bits, head_dim), dtype=torch.float32, device=device)

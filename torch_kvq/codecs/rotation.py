@@ -142,7 +142,7 @@ def check_kind(name: str, kind: str) -> None:
         raise ValueError(f"{name} must be one of {', '.join(KINDS)}, got {kind!r}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def make_rotation(kind: str, head_dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Rotation:
     """The rotation of a kind, made once a process, device and seed.
 

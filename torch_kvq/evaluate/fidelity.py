@@ -101,6 +101,4 @@ def _compare(exact: torch.Tensor, ours: torch.Tensor, token: torch.Tensor) -> tu
 def _check_packed(cache: Cache, prefix_len: int) -> None:
     stats = getattr(cache, "stats", None)
     if stats is not None and stats.attend_calls == 0 and stats.decompress_calls == 0:
-        raise RuntimeError(
-            f"no packed token was read: a prefix_len of {prefix_len} leaves nothing older than the exact window; use a longer one"
-        )
+        raise RuntimeError(f"no packed token was read: a prefix_len of {prefix_len} leaves nothing older than the exact window")

@@ -1,0 +1,31 @@
+"""``torch-kvq doctor`` says what runs and fails when an operator is wrong."""
+
+import pytest
+import torch
+
+from torch_kvq import backends, cli
+from torch_kvq.ops.schemas import NAMES
+
+
+def test_doctor_names_every_operator_and_its_backend(capsys):
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{name} " in printed for name in NAMES)
+    assert backends.cpu_isa() in printed and torch.__version__ in printed
+
+
+def test_selftest_passes(capsys):
+    assert cli.main(["doctor", "--selftest"]) == 0
+    assert capsys.readouterr().out.count(" ok\n") == 3
+
+
+def test_selftest_finds_a_wrong_operator(capsys, monkeypatch):
+    monkeypatch.setattr(cli.reference, "attend", lambda *args: args[-2].zero_() + 1)
+    assert cli.main(["doctor", "--selftest"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_command_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "doctor" in capsys.readouterr().err
