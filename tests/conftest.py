@@ -10,21 +10,14 @@ import real_models
 import torch
 import transformers
 
-from torch_kvq.backends import native
-
 
 def pytest_configure(config):
     torch.set_num_threads(int(os.environ.get("KVQ_TEST_THREADS", "1")))
     transformers.utils.logging.disable_progress_bar()
-    # Models are compared to dense twins at the rounding of float32: the integer products of avx512vnni have their own
-    # bounds in test_ops.py, and with them (KVQ_CPU_ISA=avx512vnni) layers agree to 2e-4.
-    if native.load() and not os.environ.get(native.VARIABLE) and native.cpu_isa() == "avx512vnni":
-        native.set_cpu_isa("avx512")
 
 
 def pytest_report_header(config):
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{versions}, {torch.get_num_threads()} thread(s), {native.cpu_isa()}"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} thread(s)"
 
 
 def pytest_runtest_setup(item):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from oracle import relative_error
 
+from torch_kvq import backends
 from torch_kvq.attention.compose import attend_packed
 from torch_kvq.codecs.isoquant import IsoQuantConfig
 from torch_kvq.store import PackedStore
@@ -39,4 +40,5 @@ def test_equals_sdpa_on_rebuilt_tokens(dim, group, tokens, batch, masked, dtype)
     wanted = F.scaled_dot_product_attention(query.float(), keys, values, mask)
     got, _ = attend_packed(query, *stores, mask=mask)
     assert got.dtype == dtype
-    assert relative_error(got, wanted) <= TOLERANCE[dtype]
+    integer = backends.cpu_isa() == backends.native.INTEGER
+    assert relative_error(got, wanted) <= (2e-3 if integer else TOLERANCE[dtype])
