@@ -46,7 +46,7 @@ static void finish(const Attention &a, int64_t tile, char *scratch) {
     const float *balance = s.balance ? s.balance + b * s.balance_stride[0] + h * s.balance_stride[1] : nullptr;
     float *packed = w.a + r * pad, *exact = w.c + r * pad, mass = totals[r].packed + totals[r].exact, by = 1;
     if (a.normalise) {
-      bool empty = totals[r].maximum == -__builtin_inff();
+      bool empty = totals[r].maximum == -__builtin_inff() && mass == 0;
       if (a.sink_logits && !empty) mass += exp_one(a.sink_logits[query_head] - totals[r].maximum);
       by = empty ? 0 : 1 / mass;
       a.lse[b * a.lse_stride[0] + query_head * a.lse_stride[1] + query * a.lse_stride[2]] =

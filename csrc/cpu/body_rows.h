@@ -92,10 +92,11 @@ INLINE void add_scaled(float *x, const float *y, int n, float by) {
   for (int i = 0; i < n; i += LANES) store(x + i, fma(load(y + i), splat(by), load(x + i)));
 }
 
-// e^x for x <= 0, 0 below -87. With n = round(x / ln 2) and |r| <= 0.35: e^x = 2^n e^r, e^r by its series to r^6.
+// e^x for x <= 0, 0 below -87, NaN of NaN. With n = round(x / ln 2) and |r| <= 0.35: e^x = 2^n e^r, e^r by its
+// series to r^6.
 INLINE F exp_negative(F x) {
   const F magic = splat(12582912.0f);  // 1.5 * 2^23: the sum's low mantissa bits are the rounded integer
-  F y = maximum(x, splat(-87.0f));
+  F y = maximum(splat(-87.0f), x);  // the second operand where one is NaN
   F t = fma(y, splat(1.44269504f), magic);
   F n = t - magic;
   F r = fma(n, splat(-0.693145752f), y);

@@ -126,7 +126,8 @@ INLINE void begin(const Task &t, const Scratch &w, float maximum_before) {
 }
 INLINE void end(const Task &t, const Scratch &w) {
   for (int r = 0; r < t.rows; r++) {
-    t.state[2 * r] = w.maxima[r];
-    t.state[2 * r + 1] = reduce_add(load(w.sums + r * TILE));
+    float sum = reduce_add(load(w.sums + r * TILE));
+    t.state[2 * r] = sum == sum ? w.maxima[r] : sum;  // maxima skip NaN: not an empty row
+    t.state[2 * r + 1] = sum;
   }
 }

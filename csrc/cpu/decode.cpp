@@ -10,7 +10,7 @@ void decode(const Tensors &packed, bool along_tokens, int64_t start, const Tenso
   int64_t batch = size_at(out, 0), dim = size_at(out, 3);
   c.heads = size_at(out, 1), c.tokens = size_at(out, 2), c.start = start;
   c.x = dense_of("out", out, {-1, -1, -1, -1});
-  KVQ_CHECK(start >= 0, "start", "be at least 0", start);
+  KVQ_CHECK(start >= 0 && start <= INT64_MAX - c.tokens, "start", "be at least 0 and not overflow", start);
   c.along_tokens = along_tokens;
   c.store = store_of("packed", packed, along_tokens, batch, c.heads, start + c.tokens, dim);
   int64_t count = c.tokens ? ceil_div(start % TILE + c.tokens, TILE) : 0;

@@ -13,7 +13,7 @@ void encode(const Tensor &x, const Tensor &levels, const Tensor &centre, const T
   int64_t batch = size_at(x, 0), dim = size_at(x, 3);
   c.heads = size_at(x, 1), c.tokens = size_at(x, 2), c.start = start;
   c.x = dense_of("x", x, {-1, -1, -1, -1});
-  KVQ_CHECK(start >= 0, "start", "be at least 0", start);
+  KVQ_CHECK(start >= 0 && start <= INT64_MAX - c.tokens, "start", "be at least 0 and not overflow", start);
   KVQ_CHECK(rule >= 0 && rule < NUM_SCALE_RULES, "rule", "be an index of SCALE_RULES", rule);
   c.rule = (int)rule, c.along_tokens = along_tokens;
   c.store = store_of("store", {sign, mag, scale, levels, centre, balance, signs, blocks, matrix}, along_tokens, batch,
