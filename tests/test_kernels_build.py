@@ -95,9 +95,7 @@ def fresh(monkeypatch):
 
 def test_an_unknown_instruction_set_is_an_error(fresh):
     fresh.setenv(native.VARIABLE, "avx1024")
-    with pytest.raises(
-        ValueError, match="KVQ_CPU_ISA must be one of avx512vnni, avx512, avx2, scalar, reference, got 'avx1024'"
-    ):
+    with pytest.raises(ValueError, match="KVQ_CPU_ISA must be one of avx512vnni, .*, reference, got 'avx1024'"):
         native.load()
 
 
