@@ -5,6 +5,8 @@ than the window is packed, in blocks of at least ``flush_len`` tokens; the first
 and the statistics learnt. In deferred mode (chunked prompts) nothing is packed before decoding starts.
 """
 
+import operator
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -20,6 +22,7 @@ from .stats import CacheStats
 
 MIN_STATISTICS_LEN = 64
 SHORT_QUERY_LEN = 32
+_HIDDEN = -1e8  # an additive mask from here down hides a token; position biases stay far above
 
 
 class IsoQuantLayer(CacheLayerMixin):
@@ -149,10 +152,10 @@ class IsoQuantLayer(CacheLayerMixin):
 
     def saw_mask(self, mask: torch.Tensor | None) -> None:
         """Its mask ``[B, 1 or Hq, M, T]``: what the last query may see tells padding from tokens."""
-        if mask is None or self.keys_store is not None:
+        if mask is None or self.keys_store is not None or not (mask.dtype == torch.bool or mask.is_floating_point()):
             return
-        row = mask[:, :, -1]
-        row = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
+        row = mask[(None,) * (4 - mask.dim())][:, :, -1]
+        row = row if row.dtype == torch.bool else row > max(torch.finfo(row.dtype).min / 2, _HIDDEN)
         self._visible = row.any(1).expand(self.exact.keys.shape[0], -1)
 
     def saw_weights(self, weights: torch.Tensor) -> None:
@@ -171,28 +174,29 @@ class IsoQuantLayer(CacheLayerMixin):
             if self._visible is not None and query.shape[2] == self._fresh_len == self.exact.length:
                 valid = self._visible[:, -self._fresh_len :]
             self.moments.add(query, self.exact.keys.shape[1], valid)
-        if not packed or self.exact.length > self.settings.exact_len:
-            self._settle()  # a block of decoded tokens waits for the next update: the handles of this one still hold the stores
+        spare = SHORT_QUERY_LEN if self.record_past else 0  # drafts that may be taken back: the window is what is left then
+        if not packed or self.exact.length > self.settings.exact_len + spare:
+            self._settle(spare)  # a block of decoded tokens waits for the next update: this one's handles hold the stores
 
     # ---- packing
 
-    def _is_due(self) -> bool:
-        """Whether tokens would be packed now."""
+    def _is_due(self, spare: int = 0) -> bool:
+        """Whether tokens would be packed now, if ``spare`` more than the window are kept."""
         if self.deferred and not self.decoding and self.exact.length <= self.settings.defer_limit:
             return False
         settings = self.settings
         if self.keys_store is not None:
-            return self.exact.length - self.num_sinks >= settings.window_len + settings.flush_len
-        waiting = max(settings.window_len + settings.flush_len, MIN_STATISTICS_LEN)
+            return self.exact.length - self.num_sinks >= settings.window_len + settings.flush_len + spare
+        waiting = max(settings.window_len + settings.flush_len, MIN_STATISTICS_LEN) + spare
         return self.exact.length - settings.num_sinks >= waiting
 
-    def _settle(self) -> None:
-        if not self._is_due():
+    def _settle(self, spare: int = 0) -> None:
+        if not self._is_due(spare):
             return
         if self.keys_store is None:
             self._learn()
         keys, values = self.exact.keys, self.exact.values
-        sinks, tokens = self.num_sinks, self.exact.length - self.num_sinks - self.settings.window_len
+        sinks, tokens = self.num_sinks, self.exact.length - self.num_sinks - self.settings.window_len - spare
         stop = sinks + tokens
         self.keys_store.append(keys[:, :, sinks:stop])
         self.values_store.append(values[:, :, sinks:stop])
@@ -285,7 +289,7 @@ class IsoQuantLayer(CacheLayerMixin):
         self.map_batch(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.map_batch(lambda x: x[indices.to(x.device)])
+        self.map_batch(lambda x: x[torch.as_tensor(indices, device=x.device)])
 
     # ---- counting
 
@@ -298,7 +302,10 @@ class IsoQuantLayer(CacheLayerMixin):
 
 def check_crop(tokens_to_remove: int, length: int, index: int) -> int:
     """The number of tokens to remove from a layer of ``length`` tokens."""
-    remove = -int(tokens_to_remove)
+    try:
+        remove = -operator.index(tokens_to_remove)
+    except TypeError:
+        raise ValueError(f"tokens_to_remove must be an integer, got {tokens_to_remove!r}") from None
     if remove < 0:
         raise ValueError(f"tokens_to_remove must be negative or 0 (tokens to drop), got {tokens_to_remove}")
     if remove > length:
