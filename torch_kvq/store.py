@@ -15,6 +15,7 @@ from .layout import PACKED_FIELDS, key_shapes, round_up, value_shapes
 _PER_TOKEN = ("sign", "mag", "scale")
 _PER_SEQUENCE = ("centre", "balance")
 _GROWTH_SHARE = 128
+_LEAST_ROOM = 256
 
 
 def grown(tokens: int) -> int:
@@ -111,6 +112,13 @@ class PackedStore:
                 setattr(self, name, normal(function(tensor)))
 
 
+def _room_for(tokens: int, room: int) -> int:
+    """Capacity for ``tokens`` exact ones: at most double until ``room``, the end of a window, is reached."""
+    if tokens > 2 * room:
+        return tokens + tokens // 4
+    return max(tokens, min(room, max(2 * tokens, _LEAST_ROOM)))
+
+
 class ExactStore:
     """Keys and values as the model gave them, ``[B, H, length, D]`` and ``[B, H, length, Dv]``: sinks, then recent tokens."""
 
@@ -135,13 +143,13 @@ class ExactStore:
         return sum(b.shape[0] * b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
-        """Adds tokens. The very first ones are held as they are; later ones are copied into a buffer of at least ``room``."""
+        """Adds tokens. The very first ones are held as they are; later ones are copied into a buffer that grows to ``room``."""
         if self.key_buffer is None:
             self.key_buffer, self.value_buffer, self.length = keys, values, keys.shape[2]
             return
         tokens = self.length + keys.shape[2]
         if not self._owned or tokens > self.key_buffer.shape[2]:
-            self.keep(self.keys, self.values, max(room, tokens if tokens <= 2 * room else tokens + tokens // 4))
+            self.keep(self.keys, self.values, _room_for(tokens, room))
         self.key_buffer[:, :, self.length : tokens] = keys
         self.value_buffer[:, :, self.length : tokens] = values
         self.length = tokens
