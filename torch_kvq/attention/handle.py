@@ -127,7 +127,8 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     if not (is_handle(key, "k") and is_handle(value, "v") and key.pieces.same_as(value.pieces)):
         return NotImplemented
     pieces = key.pieces
-    if pieces.is_packed and (dropout_p or isinstance(query, LazyTensor)):
+    strange = isinstance(query, LazyTensor) or query.dim() != 4 or query.shape[0] != key.shape[0]
+    if strange or pieces.is_packed and dropout_p:
         return NotImplemented
     pieces.layer.saw_queries(query)
     pieces.layer.saw_mask(attn_mask)
@@ -142,7 +143,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 
 @handles(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 def _matmul(left, right):
-    if isinstance(left, LazyTensor):
+    if isinstance(left, LazyTensor) or not isinstance(right, KVHandle) or left.shape[:-2] != right.shape[:-2]:
         return NotImplemented
     if is_handle(right, "k", "transposed"):
         right.pieces.layer.saw_queries(left)

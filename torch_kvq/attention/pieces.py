@@ -102,6 +102,7 @@ class Pieces:
         Returns:
             ``out [B, Hq, M, Dv]`` in the dtype of ``query`` and ``lse [B, Hq, M]`` float32.
         """
+        query = _operand("query", query)
         batch, heads, tokens = query.shape[:3]
         values = self.exact_values if self.values else self.exact_keys
         out = torch.empty((batch, heads, tokens, values.shape[-1]), dtype=query.dtype, device=query.device)
@@ -116,6 +117,8 @@ class Pieces:
     def _stored_mask(self, mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
         if mask is None:
             return None
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"attn_mask must be bool (True = attend) or float (added), got {mask.dtype}")
         if mask.dtype not in (torch.bool, torch.float32):
             mask = mask.float()
         if self.order is not None:
@@ -124,17 +127,26 @@ class Pieces:
 
     def scores(self, query: torch.Tensor) -> torch.Tensor:
         """``query @ keys^T`` in sequence order, ``[B, Hq, M, T]`` in the dtype of ``query``."""
+        query = _operand("query", query)
         out = torch.empty((*query.shape[:3], self.num_tokens), dtype=query.dtype, device=query.device)
         ops.qk(query, self.keys, self.exact_keys, self.length, self.num_sinks, out)
         return out if self.order is None else self.order.to_sequence(out, 3)
 
     def weighted_values(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights @ values`` for ``weights [B, Hq, M, T]`` in sequence order: ``[B, Hq, M, Dv]``."""
+        weights = _operand("attention weights", weights)
         if self.order is not None:
             weights = self.order.to_stored(weights, 3)
         out = torch.empty((*weights.shape[:3], self.exact_values.shape[-1]), dtype=weights.dtype, device=weights.device)
         ops.pv(weights, self.values, self.exact_values, self.length, self.num_sinks, out)
         return out
+
+
+def _operand(name: str, x: torch.Tensor) -> torch.Tensor:
+    """``x`` with a contiguous last dim, refused where a gradient would have to flow back through an operator."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} must not require gradients: a packed cache cannot be trained through; use no_grad")
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def upper_left_causal(query: torch.Tensor, num_tokens: int) -> torch.Tensor:
