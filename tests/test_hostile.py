@@ -2,14 +2,24 @@
 
 import op_cases
 import pytest
+import tiny_models
 import torch
+import torch.nn.functional as F
+from oracle import forced_logits, oracle_cache, relative_error
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
 
-from torch_kvq import backends
+from torch_kvq import IsoQuantCache, backends
+from torch_kvq._requirements import cache_keyword
+from torch_kvq.codecs.codebook import lloyd_max
+from torch_kvq.codecs.rotation import KINDS, make_rotation
+from torch_kvq.evaluate import fidelity
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.filterwarnings("ignore:IsoQuantCache rebuilds")]
 
 OPS = torch.ops.torch_kvq
 LAST = 2**63 - 1
+PACKED = dict(window_len=32, flush_len=16)
+ONE_LAYER = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=64)
 
 # ---- operators
 
@@ -48,3 +58,172 @@ def test_nan_is_not_taken_for_a_masked_token(place):
     )  # fmt: skip
     assert out[:, 0, 1].isnan().all() and lse[:, 0, 1].isnan().all()
     assert place == "scale" or out[:, -1].isfinite().all()
+
+
+# ---- the window
+
+
+@pytest.mark.parametrize("drafts", [2, 21, 32])
+def test_rejected_drafts_do_not_use_up_the_window(drafts):
+    """Drafts were packed together with the window in front of them, then taken back."""
+    model = tiny_models.build("llama")
+    cache = IsoQuantCache(model.config, **PACKED)
+    cache.activate_past_recording()
+    for step in range(20):
+        forced_logits(model, cache, [tiny_models.prompt(1, (150 if step == 0 else 1) + drafts, seed=step)])
+        cache.crop(-drafts)
+        for layer in cache.layers:
+            assert layer.exact.length - layer.num_sinks >= PACKED["window_len"]
+    assert cache.stats.attend_calls > 0 and cache.stats.tokens_compressed > 0
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_assisted_decoding_equals_a_dense_twin(attn):
+    """Logits, not tokens only: the twin packs at the next update, so both must pack the same tokens."""
+    model, assistant = tiny_models.build("llama", attn), tiny_models.build("llama", num_hidden_layers=1)
+    options = dict(assistant_model=assistant, max_new_tokens=40, output_logits=True, return_dict_in_generate=True)
+    caches = IsoQuantCache(**PACKED), oracle_cache(model.config, **PACKED)
+    got, wanted = (model.generate(tiny_models.prompt(1, 120), past_key_values=cache, **options) for cache in caches)
+    assert relative_error(torch.cat(got.logits), torch.cat(wanted.logits)) <= 1e-5
+
+
+@pytest.mark.parametrize("window_len", [4096, 10**18])
+def test_a_long_window_costs_what_it_holds(window_len):
+    """Its whole length was allocated with the second call."""
+    model, ids = tiny_models.build("llama"), tiny_models.prompt(1, 300)
+    cache, exact = IsoQuantCache(window_len=window_len), DynamicCache(config=model.config)
+    pieces = ids.split([20, *[1] * 80, 199, 1], 1)
+    assert torch.equal(forced_logits(model, cache, pieces), forced_logits(model, exact, pieces))
+    dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in exact.layers)
+    assert dense <= cache.nbytes <= 2 * dense
+
+
+# ---- attention calls
+
+
+def packed_layer(batch=1):
+    """A cache of one layer with packed tokens, its handles of keys and values, and the same dense."""
+    cache = IsoQuantCache(ONE_LAYER, **PACKED)
+    for tokens in (100, 1):
+        k, v = cache.update(torch.randn(batch, 2, tokens, 32), torch.randn(batch, 2, tokens, 32), 0)
+        if tokens > 1:
+            F.scaled_dot_product_attention(torch.randn(batch, 4, 1, 32), k, v, enable_gqa=True)
+    assert k.pieces.is_packed
+    return cache, k, v, k.pieces.rebuilt("k"), v.pieces.rebuilt("v")
+
+
+def strided(*shape):
+    return torch.randn(*shape, 2)[..., 0]
+
+
+CALLS = {
+    "scores_3d": lambda k, v, x: x(2, 1, 32) @ k.transpose(2, 3),
+    "scores_1d": lambda k, v, x: x(32) @ k.transpose(2, 3),
+    "scores_more_sequences": lambda k, v, x: x(3, 2, 1, 32) @ k.transpose(2, 3),
+    "scores_one_head_for_all": lambda k, v, x: x(1, 1, 1, 32) @ k.transpose(2, 3),
+    "values_one_head_for_all": lambda k, v, x: x(1, 1, 1, 101) @ v,
+    "scores": lambda k, v, x: x(1, 2, 1, 32) @ k.transpose(2, 3),
+    "values": lambda k, v, x: x(1, 2, 1, 101) @ v,
+    "sdpa": lambda k, v, x: F.scaled_dot_product_attention(x(1, 2, 1, 32), k, v),
+    "sdpa_more_sequences": lambda k, v, x: F.scaled_dot_product_attention(x(3, 2, 1, 32), k, v),
+    "sdpa_3d": lambda k, v, x: F.scaled_dot_product_attention(x(2, 1, 32), k, v),
+}
+
+
+@pytest.mark.parametrize("draw", [torch.randn, strided])
+@pytest.mark.parametrize("name", CALLS)
+def test_queries_of_other_shapes_and_strides(name, draw):
+    """Shapes that torch broadcasts, and queries whose last dim is not contiguous, ended in an error of the kernel."""
+    _, k, v, dense_k, dense_v = packed_layer()
+    torch.manual_seed(1)
+    got = CALLS[name](k, v, draw)
+    torch.manual_seed(1)
+    torch.testing.assert_close(got, CALLS[name](dense_k, dense_v, draw), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_integers_is_refused(dtype):
+    """It was added to the logits: 1 for a token, 0 for padding."""
+    _, k, v, _, _ = packed_layer()
+    with pytest.raises(ValueError, match=f"attn_mask must be bool .* or float .*{dtype}"):
+        F.scaled_dot_product_attention(torch.randn(1, 2, 1, 32), k, v, torch.ones(1, 1, 1, 101, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(1, 100), (100, 100), (1, 100, 100), (1, 1, 1, 100)])
+def test_masks_of_fewer_dims_in_a_prompt(shape):
+    cache, x = IsoQuantCache(ONE_LAYER, **PACKED), torch.randn(1, 2, 100, 32)
+    mask = torch.ones(shape, dtype=torch.bool).tril(100)
+    out = F.scaled_dot_product_attention(x, *cache.update(x, x, 0), mask)
+    assert torch.equal(out, F.scaled_dot_product_attention(x, x, x, mask))
+
+
+@pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
+def test_every_usual_low_number_hides_padding(low):
+    """-1e9 counted as visible, so padding became sinks and entered the statistics."""
+    cache, x = IsoQuantCache(ONE_LAYER, **PACKED), torch.randn(2, 2, 120, 32)
+    mask = torch.zeros(2, 1, 120, 120)
+    mask[1, ..., :50] = low
+    F.scaled_dot_product_attention(x, *cache.update(x, x, 0), mask)
+    assert cache.layers[0].order.stored[1, :4].tolist() == [50, 51, 52, 53]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager", "kvq"])
+def test_gradients_of_queries_are_refused(attn):
+    """Where only the query projection is trained no key requires gradients, and the query's were lost without a word."""
+    model, ids = tiny_models.build("llama", num_hidden_layers=1), tiny_models.prompt(1, 110)
+    model.set_attn_implementation(attn)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("q_proj" in name or "lm_head" in name)
+    cache = IsoQuantCache(**PACKED)
+    forced_logits(model, cache, [ids[:, :100]])
+    with pytest.raises(ValueError, match="query must not require gradients"):
+        model(ids[:, 100:], **{cache_keyword(): cache})
+
+
+# ---- the rest of the interface
+
+
+def test_a_seed_out_of_range_is_refused_at_once():
+    """It was refused in the middle of the first forward that packed."""
+    with pytest.raises(ValueError, match=r"seed must be at most 2\*\*31 - 1, got 2147483648"):
+        IsoQuantCache(seed=2**31)
+
+
+@pytest.mark.parametrize("amount", [-1.5, None, "-1"])
+def test_crop_by_what_is_no_integer_is_refused(amount):
+    """-1.5 was taken for -1."""
+    cache, *_ = packed_layer()
+    with pytest.raises(ValueError, match=f"tokens_to_remove must be an integer, got {amount!r}"):
+        cache.crop(amount)
+    cache.crop(torch.tensor(-1))
+    assert cache.get_seq_length() == 100
+
+
+@pytest.mark.parametrize("rows", [[1], [True, False, True], (2, 0, 0)])
+def test_rows_selected_by_a_list(rows):
+    cache, *_, keys, _ = packed_layer(batch=3)
+    cache.batch_select_indices(rows)
+    assert torch.equal(cache.layers[0].pieces().rebuilt("k"), keys[list(rows)])
+
+
+def test_iteration():
+    cache, *_, keys, values = packed_layer()
+    ((k, v, window),) = cache
+    assert torch.equal(k * 1, keys) and torch.equal(v * 1, values) and window is None
+    assert list(EncoderDecoderCache(cache, DynamicCache())) == []  # pairs of layers, and no cross-attention yet
+
+
+def test_codecs_do_not_follow_the_default_device():
+    lloyd_max.cache_clear(), make_rotation.cache_clear()
+    with torch.device("meta"):
+        made = lloyd_max(3, 20), [make_rotation(kind, 20) for kind in KINDS]
+    lloyd_max.cache_clear(), make_rotation.cache_clear()
+    assert made[0] == lloyd_max(3, 20)
+    for ours, kind in zip(made[1], KINDS):
+        assert all(map(torch.equal, ours.tensors(), make_rotation(kind, 20).tensors()))
+
+
+def test_fidelity_of_a_model_in_training_mode_is_refused():
+    model = tiny_models.build("llama").train()
+    with pytest.raises(ValueError, match="model must be in eval mode"):
+        fidelity(model, tiny_models.prompt(1, 120), IsoQuantCache, 100)

@@ -254,6 +254,11 @@ class IsoQuantCache(Cache):
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_owners": {}}
 
+    def __iter__(self):
+        """Keys, values and ``None`` (or the window of a sliding layer) of every layer, as ``DynamicCache`` gives them."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
     # ---- what it holds
 
     @property

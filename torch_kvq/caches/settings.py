@@ -4,6 +4,7 @@ import dataclasses
 
 from ..codecs.codebook import check_bits
 from ..codecs.isoquant import IsoQuantConfig
+from ..codecs.rotation import MAX_SEED
 
 PREFILL_MODES = ("auto", "layerwise", "deferred")
 
@@ -40,6 +41,8 @@ class IsoQuantSettings:
         check_count("window_len", self.window_len, 0)
         check_count("defer_limit", self.defer_limit, 0)
         check_count("seed", self.seed, 0)
+        if self.seed > MAX_SEED:
+            raise ValueError(f"seed must be at most 2**31 - 1, got {self.seed}")
         for name in ("balance", "center"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

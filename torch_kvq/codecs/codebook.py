@@ -10,6 +10,7 @@ from ..layout import MAX_BITS, MIN_BITS
 _GRID = 1 << 16
 _STEPS = 20000
 _TOLERANCE = 1e-12
+_MADE = dict(dtype=torch.float64, device="cpu")  # whatever torch.set_default_device says
 
 
 def marginal_density(t: torch.Tensor, head_dim: int | None) -> torch.Tensor:
@@ -35,14 +36,14 @@ def lloyd_max(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
     """
     half = 1 << (bits - 1)
     top = 8.0 if head_dim is None else min(8.0, math.sqrt(head_dim))
-    t = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * (top / _GRID)
+    t = (torch.arange(_GRID, **_MADE) + 0.5) * (top / _GRID)
     density = marginal_density(t, head_dim)
     mass, moment = torch.cumsum(density, 0), torch.cumsum(density * t, 0)
-    zero = torch.zeros(1, dtype=torch.float64)
+    zero = torch.zeros(1, **_MADE)
     mass, moment = torch.cat([zero, mass]), torch.cat([zero, moment])
-    levels = (torch.arange(half, dtype=torch.float64) + 0.5) * (min(top, 2.5) / half)
+    levels = (torch.arange(half, **_MADE) + 0.5) * (min(top, 2.5) / half)
     for _ in range(_STEPS):
-        edges = torch.cat([zero, (levels[1:] + levels[:-1]) / 2, torch.tensor([top], dtype=torch.float64)])
+        edges = torch.cat([zero, (levels[1:] + levels[:-1]) / 2, torch.tensor([top], **_MADE)])
         position = edges * (_GRID / top)
         index = position.floor().long().clamp(0, _GRID - 1)
         share = position - index

@@ -19,6 +19,7 @@ import torch
 from ..layout import MAX_HEAD_DIM
 from ..ops.reference import largest_power_of_two
 
+MAX_SEED = 2**31 - 1
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 _SIGN_STREAM, _LEFT_STREAM, _RIGHT_STREAM, _DENSE_STREAM = range(4)
 
@@ -30,7 +31,7 @@ def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
 
 def random_words(seed: int, stream: int, count: int) -> torch.Tensor:
     """``count`` pseudo-random int64 words of the seed rule above."""
-    x = torch.arange(count, dtype=torch.int64) + (seed * 2**32 + stream * 2**28 + 1)
+    x = torch.arange(count, dtype=torch.int64, device="cpu") + (seed * 2**32 + stream * 2**28 + 1)
     x = x * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
@@ -157,11 +158,11 @@ def make_rotation(kind: str, head_dim: int, seed: int = 0, device: torch.device 
     """
     check_kind("kind", kind)
     check_head_dim("head_dim", head_dim)
-    if not 0 <= seed < 2**31:
+    if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed must be from 0 to 2**31 - 1, got {seed}")
     rounds, block_function, dense = KINDS[kind]
     with torch.inference_mode(False):
-        empty = torch.empty(0, dtype=torch.float64)
+        empty = torch.empty(0, dtype=torch.float64, device="cpu")
         signs = random_signs(seed, head_dim, rounds)
         blocks = block_function(seed, head_dim) if block_function else empty
         matrix = haar_matrix(seed, head_dim) if dense else empty

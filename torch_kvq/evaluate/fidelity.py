@@ -64,11 +64,13 @@ def fidelity(
         progress: wraps the iterable of decode steps, ``tqdm.tqdm`` for a bar.
 
     Raises:
-        ValueError: prefix_len out of range, input_ids not ``[B, T]``.
+        ValueError: prefix_len out of range, input_ids not ``[B, T]``, a model in training mode.
         RuntimeError: the cache has counters and no packed token was read, so the figures would compare exact with exact.
     """
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [batch, tokens], got shape {tuple(input_ids.shape)}")
+    if getattr(model, "training", False):
+        raise ValueError("model must be in eval mode, its dropout would count as error of the cache: call model.eval()")
     total = input_ids.shape[1]
     if not 1 <= prefix_len < total:
         raise ValueError(f"prefix_len must be from 1 to {total - 1} for {total} tokens, got {prefix_len}")
@@ -101,4 +103,7 @@ def _compare(exact: torch.Tensor, ours: torch.Tensor, token: torch.Tensor) -> tu
 def _check_packed(cache: Cache, prefix_len: int) -> None:
     stats = getattr(cache, "stats", None)
     if stats is not None and stats.attend_calls == 0 and stats.decompress_calls == 0:
-        raise RuntimeError(f"no packed token was read: a prefix_len of {prefix_len} leaves nothing older than the exact window")
+        raise RuntimeError(
+            f"no packed token was read: a prefix_len of {prefix_len} leaves nothing older than the exact window, or the model "
+            "has no layer that is packed (see report() of the cache)"
+        )
