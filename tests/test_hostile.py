@@ -6,7 +6,7 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 from oracle import forced_logits, oracle_cache, relative_error
-from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
+from transformers import DynamicCache, EncoderDecoderCache, FalconConfig, FalconForCausalLM, LlamaConfig
 
 from torch_kvq import IsoQuantCache, backends
 from torch_kvq._requirements import cache_keyword
@@ -139,6 +139,15 @@ def test_queries_of_other_shapes_and_strides(name, draw):
     got = CALLS[name](k, v, draw)
     torch.manual_seed(1)
     torch.testing.assert_close(got, CALLS[name](dense_k, dense_v, draw), atol=1e-4, rtol=1e-4)
+
+
+def test_eager_attention_that_broadcasts_one_key_head_stays_packed():
+    config = FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=257, eos_token_id=None)
+    model, cache = FalconForCausalLM._from_config(config, attn_implementation="eager").eval(), IsoQuantCache(**PACKED)
+    pieces = tiny_models.prompt(2, 120).split([100, *[1] * 20], 1)
+    wanted = forced_logits(model, oracle_cache(config, **PACKED), pieces)
+    assert relative_error(forced_logits(model, cache, pieces), wanted) <= 1e-5
+    assert cache.stats.attend_calls > 0 and cache.stats.fallback_calls == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])

@@ -143,7 +143,9 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 
 @handles(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 def _matmul(left, right):
-    if isinstance(left, LazyTensor) or not isinstance(right, KVHandle) or left.shape[:-2] != right.shape[:-2]:
+    if isinstance(left, LazyTensor) or not isinstance(right, KVHandle) or left.dim() != 4 or left.shape[0] != right.shape[0]:
+        return NotImplemented
+    if right.shape[1] not in (1, left.shape[1]):
         return NotImplemented
     if is_handle(right, "k", "transposed"):
         right.pieces.layer.saw_queries(left)
