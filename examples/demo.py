@@ -32,11 +32,14 @@ STORY = "\n\nA short story about a dictionary that forgot its keys:\n\nOnce upon
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    options.add_argument("--prompt-len", type=int, default=2000, help="tokens")
-    options.add_argument("--new-tokens", type=int, default=128)
-    options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--prompt-len", type=int, default=2000, help="tokens")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    options = parser.parse_args()
+    for name, least in (("prompt_len", 1), ("new_tokens", 2)):  # the time of a decode step needs a second token
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     warnings.filterwarnings("ignore", ".*past_key_values.*", FutureWarning)  # renamed `cache` in newer transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

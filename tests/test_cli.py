@@ -29,3 +29,10 @@ def test_a_command_is_needed(capsys):
     with pytest.raises(SystemExit):
         cli.main([])
     assert "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(device, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--selftest", "--device", device])
+    assert f"must be a device of this machine, got '{device}'" in capsys.readouterr().err

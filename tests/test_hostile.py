@@ -1,5 +1,9 @@
 """Misuse and corners that were once answered wrongly: each test failed when it was written."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import op_cases
 import pytest
 import tiny_models
@@ -236,3 +240,10 @@ def test_fidelity_of_a_model_in_training_mode_is_refused():
     model = tiny_models.build("llama").train()
     with pytest.raises(ValueError, match="model must be in eval mode"):
         fidelity(model, tiny_models.prompt(1, 120), IsoQuantCache, 100)
+
+
+@pytest.mark.parametrize("option, value", [("--prompt-len", "0"), ("--new-tokens", "1")])
+def test_demo_refuses_lengths_it_cannot_show(option, value):
+    demo = Path(__file__).parents[1] / "examples" / "demo.py"
+    run = subprocess.run([sys.executable, demo, option, value], capture_output=True, text=True)
+    assert run.returncode == 2 and f"{option} must be at least {int(value) + 1}, got {value}" in run.stderr

@@ -72,12 +72,21 @@ def doctor(selftest: bool, device: str) -> int:
     return 1 if failed else 0
 
 
+def _usable_device(name: str) -> str:
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"must be a device of this machine, got {name!r}: {reason}") from None
+    return name
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="torch-kvq", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("doctor", help="versions, backends and why others are not used")
     check.add_argument("--selftest", action="store_true", help="run the operators against the reference")
-    check.add_argument("--device", default="cpu", help="where the self-test runs")
+    check.add_argument("--device", default="cpu", type=_usable_device, help="where the self-test runs")
     options = parser.parse_args(arguments)
     return doctor(options.selftest, options.device)
 
