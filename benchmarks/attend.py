@@ -2,9 +2,10 @@
 ``python benchmarks/attend.py --threads 1 --json attend.json``.
 
 Both sides run in every round, in random order, so that whatever else the machine does and what the caches still hold hits
-both; medians and minima over the rounds, the spread is (third - first quartile) / median. Dense is ``F.scaled_dot_product_attention`` in bfloat16 and
-float32, with ``enable_gqa`` and with the group of query heads folded into the query length; the best by median counts.
-Ratios are of medians in the same rounds. ``DRAM`` is packed bytes over time, over the measured rate of a plain read.
+both; medians and minima over the rounds, the spread is (third - first quartile) / median. Dense is
+``F.scaled_dot_product_attention`` in bfloat16 and float32, with ``enable_gqa`` and with the group of query heads folded
+into the query length; the best by median counts. Ratios are of medians in the same rounds. ``DRAM`` is packed bytes over
+time, over the measured rate of a plain read.
 """
 
 import argparse
