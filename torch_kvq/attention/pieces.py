@@ -1,14 +1,13 @@
 """What a layer holds at one moment, and how it answers a query: exact sinks and recent tokens, and a packed body.
 
 Attention is a sum of pieces: each answers with ``(out, lse)`` and ``merge`` adds them exactly. The ``attend`` operator
-answers for all pieces of a layer in one call; :func:`attend_apart` does it piece by piece, for those who compose.
+answers for all pieces of a layer in one call; ``compose.py`` does it piece by piece.
 """
 
 import dataclasses
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .. import ops
 from .order import TokenOrder
@@ -152,19 +151,3 @@ def _operand(name: str, x: torch.Tensor) -> torch.Tensor:
 def upper_left_causal(query: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """The mask that ``is_causal`` of ``F.scaled_dot_product_attention`` stands for: ``[1, 1, M, T]`` bool."""
     return torch.ones((query.shape[2], num_tokens), dtype=torch.bool, device=query.device).tril()[None, None]
-
-
-def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint token sets from each one's ``(out [B, Hq, M, Dv], lse [B, Hq, M])``."""
-    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]).float()
-    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    ops.merge(outs, lses, out, lse)
-    return out, lse
-
-
-def exact_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float):
-    """``(out, lse)`` of dense keys and values ``[B, H, T, D]``: a piece for those who compose their own."""
-    groups = query.shape[1] // keys.shape[1]
-    keys, values = (x.float().repeat_interleave(groups, 1) for x in (keys, values))
-    scores = query.float() @ keys.transpose(-1, -2) * scale
-    return (F.softmax(scores, -1) @ values).to(query.dtype), scores.logsumexp(-1)
