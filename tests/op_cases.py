@@ -6,7 +6,7 @@ import functools
 import torch
 
 from torch_kvq import layout
-from torch_kvq.codecs.codebook import lloyd_max
+from torch_kvq.codecs.codebook import grid_levels
 from torch_kvq.codecs.rotation import make_rotation
 from torch_kvq.ops import reference
 from torch_kvq.ops.schemas import SCALE_RULES
@@ -47,7 +47,7 @@ def make_store(x, bits, along_tokens, kind="isoquant", centre=True, balance=True
         torch.randint(-(2**31), 2**31 - 1, shapes["sign"], generator=rng, dtype=torch.int32),
         torch.randint(-(2**31), 2**31 - 1, shapes["mag"], generator=rng, dtype=torch.int32),
         torch.full(shapes["scale"], torch.nan, dtype=torch.float16),
-        torch.tensor(lloyd_max(bits)),
+        torch.tensor(grid_levels(bits)),
         0.3 * torch.randn(batch, heads, dim, generator=rng) if centre else torch.empty(0),
         0.5 + torch.rand(batch, heads, dim, generator=rng) if balance else torch.empty(0),
         *make_rotation(kind, dim).tensors(),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from torch_kvq.codecs.codebook import check_bits, lloyd_max
+from torch_kvq.codecs.codebook import check_bits, grid_levels, lloyd_max
 
 # Levels and mean squared error for N(0, 1): Max (1960), table I, to more digits.
 GAUSSIAN = {
@@ -103,6 +103,20 @@ def test_converges_to_the_gaussian_like_one_over_d(bits):
 def test_semicircle_in_four_dimensions():
     # D = 4: u_1 has the semicircle law, so E|2 u_1| = 8 / (3 pi), the one-bit level.
     assert lloyd_max(1, 4)[0] == pytest.approx(8 / (3 * math.pi), abs=1e-6)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 512])
+@pytest.mark.parametrize("bits, growth", [(2, 3e-4), (3, 1e-3), (4, 6e-3)])
+def test_grid_levels_are_eight_bit_integers_at_next_to_no_cost(bits, growth, dim):
+    def error(levels):
+        edges = [*boundaries(levels), math.sqrt(dim)]
+        cells = zip(edges, edges[1:], levels)
+        return 2 * sum(sphere_integral(lambda t, c=c: (t - c) ** 2, a, b, dim) for a, b, c in cells)
+
+    levels = grid_levels(bits, dim)
+    whole = [level / levels[-1] * 126.5 - 0.5 for level in levels]
+    assert whole == pytest.approx([round(n) for n in whole], abs=1e-9) and whole[-1] == pytest.approx(126)
+    assert error(levels) < (1 + growth) * error(lloyd_max(bits, dim))
 
 
 @pytest.mark.parametrize("value", [1, 5, 0, -3, 3.0, "3", None, True])

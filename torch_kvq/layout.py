@@ -19,6 +19,9 @@ Values are packed along ``T``, the axis that ``p . v`` contracts; a word holds o
                       bit  31 30 29 ...                     2  1  0
     sign[b, h, n, i]     | t=32n+31 ...              t=32n+1 t=32n |   one coordinate i
 
+Levels are ``(n + 1/2)`` steps, ``n`` an integer, the largest ``TOP_LEVEL`` steps, so that a kernel may hold them as 8-bit
+integers; levels off that grid are rounded to it where a kernel does so.
+
 ``C`` is the capacity in tokens, a multiple of 32, of which the first ``length`` are in use. Both kinds have one float16
 scale a token, ``scale [B, H, C]``. The sign plane of centred, rotated keys is also the 1-bit index of RaBitQ.
 """
@@ -28,6 +31,7 @@ WORD_BITS = 32
 BLOCK_LEN = 32
 MIN_BITS, MAX_BITS = 2, 4
 MAX_HEAD_DIM = 512
+TOP_LEVEL = 126.5
 
 # Order of the tensors that describe one packed store wherever an op takes ``Tensor[] keys`` or ``Tensor[] values``.
 PACKED_FIELDS = ("sign", "mag", "scale", "levels", "centre", "balance", "signs", "blocks", "matrix")

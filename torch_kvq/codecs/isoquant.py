@@ -6,14 +6,14 @@ import functools
 import torch
 
 from ..ops.schemas import SCALE_RULES
-from .codebook import check_bits, lloyd_max
+from .codebook import check_bits, grid_levels
 from .rotation import Rotation, check_kind, make_rotation
 
 
 @functools.cache
 def _levels(bits: int, head_dim: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(lloyd_max(bits, head_dim), dtype=torch.float32, device=device)
+        return torch.tensor(grid_levels(bits, head_dim), dtype=torch.float32, device=device)
 
 
 @dataclasses.dataclass(frozen=True)

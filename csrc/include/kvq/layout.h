@@ -20,6 +20,7 @@ constexpr int MIN_BITS = 2;
 constexpr int MAX_BITS = 4;
 constexpr int MAX_LEVELS = 1 << (MAX_BITS - 1);  // positive levels
 constexpr int MAX_HEAD_DIM = 512;
+constexpr float TOP_LEVEL = 126.5f;  // steps of the largest level; all are (n + 1/2) steps, n an integer
 
 // Order of the tensors of one store in `Tensor[] keys` and `Tensor[] values`.
 enum PackedField { SIGN, MAG, SCALE, LEVELS, CENTRE, BALANCE, SIGNS, BLOCKS, MATRIX, NUM_PACKED_FIELDS };
