@@ -1,6 +1,6 @@
 // Choice of the instruction set at run time. torch_kvq::_cpu_isa(name) names the one in use; a non-empty name chooses
 // it. torch_kvq::_cpu_isas() lists those of this machine, fastest first.
-#include "checks.h"
+#include "run.h"
 
 #include <atomic>
 

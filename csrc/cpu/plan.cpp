@@ -4,31 +4,15 @@
 // most 1,024 tasks or one split: enough tasks for every core. A call with more than 16,384 rows (a long prompt on a
 // packed cache) is done in parts, which bounds the scratch. Only shapes decide, so results do not depend on the number
 // of threads.
-#include "checks.h"
+#include "run.h"
 
 namespace kvq {
 
 namespace {
 constexpr int64_t SPLIT_LEN = 1024, MAX_TASKS = 1024, MAX_PART_ROWS = 16384;
-}
-
-void check_heads(Attention &a, const Tensor &q, const char *name, int64_t heads) {
-  a.batch = size_at(q, 0), a.queries = size_at(q, 2), a.heads = heads;
-  int64_t query_heads = size_at(q, 1);
-  KVQ_CHECK(q.dim() == 4, name, "have 4 dims", text(q));
-  KVQ_CHECK(heads > 0 && query_heads % heads == 0, name, "have a multiple of " + std::to_string(heads) + " heads",
-            text(q));
-  a.group = query_heads / heads;
-  KVQ_CHECK(a.length >= 0, "length", "be at least 0", a.length);
-  KVQ_CHECK(a.num_sinks >= 0 && a.num_sinks <= a.exact_len, "num_sinks", "be from 0 to the number of exact tokens",
-            a.num_sinks);
-}
-
-namespace {
 
 // Sizes of the tasks, and their scratch.
 void plan(Attention &a, bool prepare) {
-  a.rows = a.group * a.queries;
   a.dim_pad = prepare ? (int)round_up(a.dim, TILE) : 0, a.value_pad = (int)round_up(a.value_dim, TILE);
   a.row_block = a.rows < TILE ? a.rows : TILE, a.row_blocks = ceil_div(a.rows, a.row_block);
   int64_t longest = a.length > a.exact_len ? a.length : a.exact_len, blocks = a.batch * a.heads * a.row_blocks;
@@ -48,7 +32,7 @@ void plan(Attention &a, bool prepare) {
 // The problem of query tokens first .. first + count alone.
 Attention part_of(const Attention &a, int64_t first, int64_t count) {
   Attention part = a;
-  part.queries = count;
+  part.queries = count, part.rows = a.group * count;
   for (Dense *x : {&part.q, &part.p, &part.out})
     if (x->data) x->data += first * x->stride[2] * (x->dtype == FLOAT32 ? 4 : 2);
   if (a.lse) part.lse += first * a.lse_stride[2];
