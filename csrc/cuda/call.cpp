@@ -35,6 +35,10 @@ char *Call::scratch(int64_t bytes) {
   return (char *)memory_->data_ptr();
 }
 
+void Call::check_grid(const char *name, int64_t count) const {
+  KVQ_CHECK(count <= INT32_MAX, name, "be work for fewer than 2**31 blocks of threads", count);
+}
+
 void Call::check(const char *kernels) const {
   cudaError_t error = cudaGetLastError();
   STD_TORCH_CHECK(error == cudaSuccess, "torch_kvq: the launch of ", kernels, " failed: ", cudaGetErrorString(error));

@@ -18,6 +18,8 @@ class Call {
   int num_multiprocessors() const;
   // Memory for this call's kernels from torch's caching allocator, aligned to 256 bytes. At most once a call.
   char *scratch(int64_t bytes);
+  // Throws unless a grid of `count` can be launched; `name` is the argument that asks for it.
+  void check_grid(const char *name, int64_t count) const;
   // Throws what the launches of this call reported. `kernels` names them.
   void check(const char *kernels) const;
 

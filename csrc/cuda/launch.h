@@ -9,6 +9,9 @@ namespace kvq {
 namespace cuda {
 
 void launch_rotate(const Vectors &, cudaStream_t);
+void launch_encode(const Coding &, cudaStream_t);
+void launch_decode(const Coding &, cudaStream_t);
+void launch_merge(const Pieces &, cudaStream_t);
 
 }  // namespace cuda
 }  // namespace kvq

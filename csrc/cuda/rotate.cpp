@@ -9,7 +9,7 @@ void rotate(const Tensor &x, const Tensor &signs, const Tensor &blocks, const Te
             const Tensor &out) {
   Call call("x", x);
   Vectors v = rotate_problem(x, signs, blocks, matrix, inverse, out);
-  KVQ_CHECK(v.count <= INT32_MAX, "x", "have fewer than 2**31 vectors", v.count);
+  call.check_grid("x", v.count);
   launch_rotate(v, call.stream());
   call.check("rotate");
 }

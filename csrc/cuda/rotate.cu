@@ -23,8 +23,8 @@ template <bool INVERSE>
 __global__ void __launch_bounds__(WARPS *WARP) rotate(const __grid_constant__ Vectors v) {
   extern __shared__ float4 memory[];
   int lane = lane_id(), dim = v.rotation.dim;
-  float *row = (float *)memory + threadIdx.x / WARP * 2 * dim;
-  uint32_t i = blockIdx.x * WARPS + threadIdx.x / WARP;
+  float *row = (float *)memory + warp_id() * 2 * dim;
+  uint32_t i = blockIdx.x * WARPS + warp_id();
   if (i >= v.count) return;
   const char *x = v.x + element_size(v.x_dtype) * offset_of(v, v.x_stride, i);
   char *out = v.out + element_size(v.out_dtype) * offset_of(v, v.out_stride, i);

@@ -49,7 +49,7 @@ __device__ inline void mix_window(float *x, const float *sign, int lane) {
 template <bool INVERSE>
 __device__ inline void mix_small_window(float *x, int size, const float *sign, int lane) {
   bool used = lane < size;
-  const float norm = 1 / sqrtf((float)size), by = used ? norm * sign[lane] : 0;
+  const float norm = size == 4 ? 0.5f : size == 8 ? 0.35355339f : 0.25f, by = used ? norm * sign[lane] : 0;
   float v = used ? x[lane] * (INVERSE ? 1 : by) : 0;
   for (int half = 1; half < size; half *= 2) {
     float other = __shfl_xor_sync(ALL_LANES, v, half);

@@ -14,6 +14,9 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 
 __device__ inline int lane_id() { return threadIdx.x % WARP; }
 
+// Index of the warp in its block; by a shuffle, so that the compiler knows it is one number for all lanes.
+__device__ inline int warp_id() { return __shfl_sync(ALL_LANES, (int)threadIdx.x / WARP, 0); }
+
 __device__ inline int element_size(Dtype dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 __device__ inline float load_element(const char *row, Dtype dtype, int64_t i) {
