@@ -52,7 +52,7 @@ __device__ float quantise(const Coding &c, const Codebook &book, const float *ro
       if (lane == 0) words[p * num_words + w] = word;
     }
   }
-  return scale_of(c.rule, norm, rms, warp_sum(dot), warp_sum(square));
+  return scale_of(c.rule, norm, rms, warp_sum(dot) * rms, warp_sum(square));
 }
 
 __device__ void store_keys(const Coding &c, const Block &at, const uint32_t *words, int stride) {
@@ -69,7 +69,7 @@ __device__ void store_keys(const Coding &c, const Block &at, const uint32_t *wor
 __device__ void store_values(const Coding &c, const Block &at, const uint32_t *words, int stride) {
   const Store &s = c.store;
   int num_words = (int)ceil_div(s.dim, WORD_BITS), lane = lane_id();
-  uint32_t kept = valid_tokens(at.index, 0, c.start);
+  uint32_t kept = valid_tokens<int64_t>(at.index, 0, c.start);
   for (int i = warp_id(); i < s.bits * num_words; i += WARPS) {
     uint32_t word = transpose_bits(at.valid >> lane & 1 ? words[lane * stride + i] : 0, lane);
     int d = i % num_words * WARP + lane;

@@ -27,8 +27,9 @@ __device__ inline const float *balance_at(const Store &s, int64_t batch, int64_t
 }
 
 // Tokens of a block of 32 that lie in [start, stop), one bit each.
-__device__ inline uint32_t valid_tokens(int64_t block, int64_t start, int64_t stop) {
-  int64_t low = start - block * BLOCK_LEN, high = stop - block * BLOCK_LEN;
+template <class Index>
+__device__ inline uint32_t valid_tokens(Index block, Index start, Index stop) {
+  Index low = start - block * BLOCK_LEN, high = stop - block * BLOCK_LEN;
   uint32_t from = low <= 0 ? ~0u : low >= BLOCK_LEN ? 0u : ~0u << low;
   uint32_t to = high >= BLOCK_LEN ? ~0u : high <= 0 ? 0u : ~(~0u << high);
   return from & to;
@@ -81,16 +82,15 @@ struct Codebook {
   }
 };
 
-// The one scale of a vector from |x|, its root mean square, <|u|, value> and |value|^2, where u = x / rms. 0 for a zero
-// vector and for one with a NaN.
+// The one scale of a vector from |x|, its root mean square, <|x|, value> and |value|^2. 0 for a zero vector and for one with
+// a NaN.
 __device__ inline float scale_of(int rule, float norm, float rms, float dot, float square) {
   const float eps = 1e-30f, largest = 65504;
   if (!(norm > 0)) return 0;
   float scale = rms;
-  dot *= rms;
-  if (rule == MATCHED) scale = norm / sqrtf(square);
-  if (rule == UNBIASED) scale = norm * norm / fmaxf(dot, eps);
-  if (rule == MSE) scale = dot / square;
+  if (rule == MATCHED) scale = __fdividef(norm, sqrtf(square));
+  if (rule == UNBIASED) scale = __fdividef(norm * norm, fmaxf(dot, eps));
+  if (rule == MSE) scale = __fdividef(dot, square);
   return scale < largest ? scale : largest;
 }
 
