@@ -33,7 +33,8 @@ void attend(const Tensor &q, const Tensors &keys, const Tensors &values, const T
     a.sink_logits = floats_of("sink_logits", *sink_logits, {q.size(1)}, &stride);
     KVQ_CHECK(sink_logits->is_contiguous(), "sink_logits", "be contiguous", "stride " + std::to_string(stride));
   }
-  run_phases(a, true, kernels().attend, true);
+  const Kernels &k = kernels(a.q.dtype);
+  run_phases(k, a, true, k.attend, true);
 }
 
 }  // namespace

@@ -16,7 +16,8 @@ void pv(const Tensor &p, const Tensors &values, const Tensor &exact_values, int6
   a.exact_values = dense_of("exact_values", exact_values, {batch, heads, -1, dim});
   a.values = store_of("values", values, true, batch, heads, length, dim);
   a.out = dense_of("out", out, {batch, p.size(1), p.size(2), dim});
-  run_phases(a, false, kernels().pv, true);
+  const Kernels &k = kernels();
+  run_phases(k, a, false, k.pv, true);
 }
 
 }  // namespace

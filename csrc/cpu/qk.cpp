@@ -16,7 +16,8 @@ void qk(const Tensor &q, const Tensors &keys, const Tensor &exact_keys, int64_t 
   a.exact_keys = dense_of("exact_keys", exact_keys, {batch, heads, -1, dim});
   a.keys = store_of("keys", keys, false, batch, heads, length, dim);
   a.out = dense_of("out", out, {batch, q.size(1), q.size(2), length + a.exact_len});
-  run_phases(a, true, kernels().qk, false);
+  const Kernels &k = kernels();
+  run_phases(k, a, true, k.qk, false);
 }
 
 }  // namespace
