@@ -20,7 +20,6 @@ from torch_kvq.backends import native
 
 HOPELESS = 2.0  # a droppable side whose best of three rounds is this far behind is dropped, as it would set the pace
 CPU_FEATURES = "avx2|f16c|avx512f|avx512_vnni|avx512vbmi|avx512_bf16|amx_tile|asimddp|i8mm|sve"
-OPTIONAL = ("optimum-quanto", "hqq", "flashinfer-python")
 GRAPH_CALLS = 8  # at least, so that the launch of the graph does not count
 
 
@@ -105,8 +104,8 @@ def _present(name: str) -> str:
     return name
 
 
-def conditions(device: str) -> dict:
-    """Processor, instruction set, threads, versions and date."""
+def conditions(device: str, *optional: str) -> dict:
+    """Processor, instruction set, threads, date, and versions, those of ``optional`` packages too if they are installed."""
     found = dict(device=device, machine=platform.machine(), date=datetime.date.today().isoformat())
     if device == "cuda":
         card = torch.cuda.get_device_properties(0)
@@ -114,7 +113,7 @@ def conditions(device: str) -> dict:
     else:
         found |= dict(processor=_cpu_name(), features=_cpu_features(), isa=native.cpu_isa(), threads=torch.get_num_threads())
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "torch_kvq": torch_kvq.__version__}
-    for package in OPTIONAL:
+    for package in optional:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -136,6 +135,10 @@ def _cpu_features() -> list[str]:
     return sorted(set(re.findall(rf"\b(?:{CPU_FEATURES})\b", _cpu_info("flags|Features"))))
 
 
-def save(path: pathlib.Path, benchmark: str, device: str, **numbers) -> None:
-    """Writes ``numbers`` with the conditions to a JSON file."""
-    path.write_text(json.dumps(dict(benchmark=benchmark, conditions=conditions(device), **numbers), indent=1) + "\n")
+def result(benchmark: str, conditions: dict, **numbers) -> dict:
+    """What a JSON file of the benchmark holds."""
+    return json.loads(json.dumps(dict(benchmark=benchmark, conditions=conditions, **numbers)))
+
+
+def save(result: dict, path: pathlib.Path) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
