@@ -5,7 +5,7 @@ Both sides run in every round, in random order, so that whatever else the machin
 both; medians and minima over the rounds, the spread is (third - first quartile) / median. Dense is the best by median of
 ``dense.py``: on the CPU ``F.scaled_dot_product_attention`` in bfloat16 and float32, with ``enable_gqa`` and with the group
 of query heads folded into the query length. Ratios are of medians in the same rounds. ``memory`` is packed bytes over time,
-over the measured rate of a plain read (on CUDA of a copy).
+over the measured rate of a plain read (on CUDA of a copy). On the CPU queries are float32, whichever instruction set answers.
 
 On CUDA a side is the replay of one graph over copies of its data that together exceed the L2 cache, as the layers of a model
 do, timed by events; on MPS a queue of calls between two synchronisations.
@@ -160,12 +160,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = timing.arguments(__doc__)
     parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--isas", nargs="*", help="CPU instruction sets to compare, default the one in use")
+    parser.add_argument("--isas", nargs="*", help="CPU instruction sets to compare, default those in use")
     parser.add_argument("--shapes", nargs="*", help="[B,]Hq,Hk,d,T each, default a table of two models, on a GPU of five")
     parser.add_argument("--exact", type=int, default=0, help="of T, tokens that are exact: sinks and window; a cache has 132")
     parser.add_argument("--prefill", type=int, default=PREFILL, help="tokens to encode")
     args = parser.parse_args(arguments)
-    args.isas = (args.isas or [native.cpu_isa()]) if args.device == "cpu" else ["packed"]
+    in_use = [native.cpu_isa(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    args.isas = list(dict.fromkeys(args.isas or in_use)) if args.device == "cpu" else ["packed"]
     given = [tuple(map(int, shape.split(","))) for shape in args.shapes or ()]
     args.shapes = [(1,) * (5 - len(shape)) + shape for shape in given] or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES)
     if args.exact >= min(shape[-1] for shape in args.shapes):

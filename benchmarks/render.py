@@ -49,7 +49,7 @@ def conditions(result: dict) -> str:
     found = result["conditions"]
     parts = [f"{found['processor']} ({', '.join(found['features']) or found['machine']})"]
     if found["device"] == "cpu":
-        parts += [f"kernels {found['isa']}", f"{found['threads']} thread{'s' * (found['threads'] > 1)}"]
+        parts += [f"attention by {found['kernels']}", f"{found['threads']} thread{'s' * (found['threads'] > 1)}"]
     parts += [f"{name} {version}" for name, version in found["versions"].items()]
     return ", ".join([*parts, found["date"]])
 

@@ -16,7 +16,6 @@ import torch
 import transformers
 
 import torch_kvq
-from torch_kvq.backends import native
 
 HOPELESS = 2.0  # a droppable side whose best of three rounds is this far behind is dropped, as it would set the pace
 CPU_FEATURES = "avx2|f16c|avx512f|avx512_vnni|avx512vbmi|avx512_bf16|amx_tile|asimddp|i8mm|sve"
@@ -111,7 +110,8 @@ def conditions(device: str, *optional: str) -> dict:
         card = torch.cuda.get_device_properties(0)
         found |= dict(processor=card.name, features=[f"sm_{card.major}{card.minor}"])
     else:
-        found |= dict(processor=_cpu_name(), features=_cpu_features(), isa=native.cpu_isa(), threads=torch.get_num_threads())
+        kernels, threads = torch_kvq.backends.report()["attend"].served_by, torch.get_num_threads()
+        found |= dict(processor=_cpu_name(), features=_cpu_features(), kernels=kernels, threads=threads)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "torch_kvq": torch_kvq.__version__}
     for package in optional:
         try:
