@@ -102,19 +102,24 @@ def _all(result: dict) -> str:
 def _bars(result: dict) -> list[Bar]:
     found = []
     for context, against, least in BARS.get((result["model"], result["conditions"]["device"]), ()):
-        theirs = " or ".join(TITLES[cache] for cache in against)
         if context in distinct(result, "context"):
-            found.append(Bar(f"{context:,} tokens, speed-up over {theirs}", _ratio(result, context, against), least))
+            sides = " over ".join(_side(result, context, caches) for caches in ((OURS,), against))
+            found.append(Bar(f"{context:,} tokens, {sides}", _ratio(result, context, against), least))
     ours = [row for row in result["rows"] if row["cache"] == OURS and "missing" not in row]
     for name in ("decompress_calls", "fallback_calls"):
         found.append(Bar(f"{name} of IsoQuantCache", sum(row[name] for row in ours), 0, "", at_most=True))
     return found
 
 
+def _side(result: dict, context: int, caches: tuple[str, ...]) -> str:
+    row = fastest(result, context, caches)
+    return f"{TITLES[row['cache']]} ({row['dtype']})" if row else TITLES[caches[0]]
+
+
 def _conditions(result: dict) -> str:
     weights = result["model"] + (" (random weights)" if result["random_weights"] else "")
-    batch = f"{result['batch']} sequence{'s' * (result['batch'] > 1)}"
+    batch = f"batch {result['batch']}"
     prompt = "random keys and values" if result["filled"] else "a prompt"
-    rounds = f"{result['rounds']} rounds of {result['new_tokens']} new tokens, all caches in turn"
+    rounds = f"{result['rounds']} x {result['new_tokens']} new tokens, all caches in turn"
     quantized = "QuantizedCache at 4 bits, " if set(QUANTIZED) & set(caches_of(result)) else ""
     return f"{weights}, {batch}, {prompt} and {rounds}; {quantized}sdpa attention. {conditions(result)}."

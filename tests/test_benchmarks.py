@@ -127,12 +127,13 @@ def row(context: int, dtype: str, cache: str, rate: float) -> dict:
 
 
 def test_a_bar_is_held_against_the_faster_dtype():
-    rates = dict(isoquant=(13.0, 12.0), dynamic=(10.5, 9.0), quanto=(4.0, 4.1), hqq=(5.0, 1.0))
+    rates = dict(isoquant=(13.0, 12.0), dynamic=(9.0, 10.5), quanto=(4.0, 4.1), hqq=(5.0, 1.0))
     rows = [row(8000, dtype, cache, rates[cache][i]) for i, dtype in enumerate(("float32", "bfloat16")) for cache in rates]
     rows += [row(2000, "float32", cache, rates[cache][0]) for cache in ("isoquant", "hqq")]
     rows += [dict(context=2000, dtype="float32", cache="quanto", missing="package not installed")]
     result = dict(model="smollm2-135m", conditions=dict(device="cpu"), rows=rows)
     dense, quantized, *counters = generate_tables._bars(result)
+    assert dense.cells()[0] == "8,000 tokens, IsoQuantCache (float32) over DynamicCache (bfloat16)"
     assert (dense.value, dense.cells()[-1]) == (13.0 / 10.5, "MISSED")
     assert (quantized.value, quantized.cells()[-1]) == (13.0 / 5.0, "MISSED")
     assert [bar.cells()[-1] for bar in counters] == ["held", "held"]
