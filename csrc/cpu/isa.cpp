@@ -5,6 +5,7 @@
 //   torch_kvq::_cpu_choice(name)  the choice in force, auto or an instruction set; a name that is not empty replaces it
 //   torch_kvq::_cpu_isa(half)     what answers float32 queries, or 16-bit ones
 //   torch_kvq::_cpu_isas()        the instruction sets of this machine, fastest first
+#include "bodies.h"
 #include "checks.h"
 
 #include <atomic>
@@ -20,21 +21,11 @@ struct Choice {
 
 // auto, then the instruction sets of this machine, fastest first.
 std::vector<Choice> find_choices() {
-  std::vector<const Kernels *> integer, exact;
-#if defined(__x86_64__)
-  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512vnni")) integer.push_back(&avx512vnni_kernels);
-  if (avx512) exact.push_back(&avx512_kernels);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    exact.push_back(&avx2_kernels);
-#elif defined(__aarch64__)
-  exact.push_back(&neon_kernels);
-#endif
-  exact.push_back(&scalar_kernels);
-  std::vector<Choice> choices = {{"auto", exact[0], integer.empty() ? exact[0] : integer[0]}};
-  for (const auto *list : {&integer, &exact})
-    for (const Kernels *k : *list) choices.push_back({k->name, k, k});
+  std::vector<Body> bodies = bodies_here();
+  const Body *exact = &bodies[0];
+  while (exact->integer) exact++;
+  std::vector<Choice> choices = {{"auto", exact->kernels, bodies[0].kernels}};
+  for (const Body &body : bodies) choices.push_back({body.kernels->name, body.kernels, body.kernels});
   return choices;
 }
 
