@@ -26,11 +26,15 @@ TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, the oldest torch t
 
 COMMON_FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wno-unknown-pragmas".split()
 AVX512_FLAGS = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split()
-X86_FLAGS = {
-    "body_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
-    "body_avx512.cpp": AVX512_FLAGS,
-    "body_avx512vnni.cpp": [*AVX512_FLAGS, "-mavx512vnni"],
+BODY_FLAGS = {  # of the bodies of each architecture, beside the scalar one
+    "x86_64": {
+        "body_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
+        "body_avx512.cpp": AVX512_FLAGS,
+        "body_avx512vnni.cpp": [*AVX512_FLAGS, "-mavx512vnni"],
+    },
+    "aarch64": {"body_neon.cpp": []},
 }
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # other names of the same
 
 
 def load_build_cuda():
@@ -81,7 +85,8 @@ def find_ninja() -> str:
 def ninja_text(root: Path, output: Path, compiler: str) -> str:
     """A build.ninja to be run in ``root``: one object a source, each body with the flags of its instruction set."""
     torch = torch_root()
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    machine = platform.machine().lower()
+    body_flags = {"body_scalar.cpp": []} | BODY_FLAGS.get(MACHINES.get(machine, machine), {})
     mac = sys.platform == "darwin"
     # libstdc++ by its file name: a compiler with only the static one would put a second C++ runtime into the library, and
     # an error thrown here would not be caught in torch.
@@ -103,11 +108,11 @@ def ninja_text(root: Path, output: Path, compiler: str) -> str:
     objects = []
     for source in sorted([*(root / "csrc" / "common").glob("*.cpp"), *(root / "csrc" / "cpu").glob("*.cpp")]):
         body = source.name.startswith("body_")
-        if source.name in X86_FLAGS and not x86:
+        if body and source.name not in body_flags:
             continue
         objects.append(f"build/kvq/{source.stem}.o")
         lines.append(f"build {objects[-1]}: compile {source.relative_to(root)}")
-        lines.append(f"  isa = {' '.join(X86_FLAGS.get(source.name, [])) if body else '$torch'}")
+        lines.append(f"  isa = {' '.join(body_flags[source.name]) if body else '$torch'}")
     lines.append(f"build {output}: link {' '.join(objects)}")
     return "\n".join([*lines, f"default {output}", ""])
 

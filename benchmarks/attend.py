@@ -2,65 +2,65 @@
 ``python benchmarks/attend.py --threads 1 --json attend.json``.
 
 Both sides run in every round, in random order, so that whatever else the machine does and what the caches still hold hits
-both; medians and minima over the rounds, the spread is (third - first quartile) / median. Dense is
-``F.scaled_dot_product_attention`` in bfloat16 and float32, with ``enable_gqa`` and with the group of query heads folded
-into the query length; the best by median counts. Ratios are of medians in the same rounds. ``DRAM`` is packed bytes over
-time, over the measured rate of a plain read.
+both; medians and minima over the rounds, the spread is (third - first quartile) / median. Dense is the best by median of
+``dense.py``: on the CPU ``F.scaled_dot_product_attention`` in bfloat16 and float32, with ``enable_gqa`` and with the group
+of query heads folded into the query length. Ratios are of medians in the same rounds. ``memory`` is packed bytes over time,
+over the measured rate of a plain read (on CUDA of a copy). On the CPU queries are float32, whichever instruction set answers.
+
+On CUDA a side is the replay of one graph over copies of its data that together exceed the L2 cache, as the layers of a model
+do, timed by events; on MPS a queue of calls between two synchronisations.
 """
 
 import argparse
-import json
-import random
-import statistics
-import time
 from collections.abc import Callable
 
+import attend_tables
+import dense
+import timing
 import torch
-import torch.nn.functional as F
 
-import torch_kvq
 from torch_kvq import ops
 from torch_kvq.backends import native
 from torch_kvq.codecs.isoquant import IsoQuantConfig
 from torch_kvq.layout import token_bytes
 from torch_kvq.store import PackedStore
 
-SHAPES = [(hq, hk, d, t) for hq, hk, d in ((32, 8, 128), (9, 3, 64)) for t in (512, 1024, 4096, 32768)]
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CPU_SHAPES = [(1, hq, hk, d, t) for hq, hk, d in ((32, 8, 128), (9, 3, 64)) for t in (512, 1024, 4096, 32768)]
+GPU_MODELS = ((32, 8, 128), (16, 8, 128), (64, 8, 128), (32, 8, 64), (32, 8, 256))
+GPU_SHAPES = [
+    *((b, 32, 8, 128, t) for b, t in ((8, 131072), (8, 32768), (8, 8192), (32, 8192))),
+    *((1, 32, 8, 128, t) for t in (131072, 32768, 8192, 2048)),
+    *((8, *model, 32768) for model in GPU_MODELS[1:]),
+]
 PREFILL = 4096
-HOPELESS = 2.0  # a dense variant whose best of three rounds is this far behind is dropped, as it would set the pace
+NUM_SINKS = 4
+CACHE_MULTIPLE = 3  # copies of the data hold this many times the L2 cache
+MAX_COPIES = 96
 
 
-def read_rate(num_bytes: int = 1 << 29, rounds: int = 7) -> float:
-    """Bytes a second of a plain read of a buffer far larger than the caches: the best round of a sum and a maximum."""
-    x = torch.ones(num_bytes // 4)
-    best = float("inf")
-    for run in (x.sum, x.max) * rounds:
-        began = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - began)
-    return num_bytes / best
+def memory_rate(device: str, num_bytes: int = 1 << 29, rounds: int = 7) -> float:
+    """Bytes a second, the best of some, of a plain read of a buffer far larger than the caches; on a GPU of a copy."""
+    x = torch.ones(num_bytes // 4, device=device)
+    if device == "cpu":
+        return num_bytes / min(second for times in timing.in_turn(dict(a=x.sum, b=x.max), rounds).values() for second in times)
+    y = torch.empty_like(x)
+    times = timing.in_turn(dict(copy=side([lambda: y.copy_(x)], device)), rounds)["copy"]
+    return 2 * num_bytes / min(times)
 
 
-def in_turn(sides: dict[str, Callable], rounds: int, droppable: tuple[str, ...]) -> dict[str, list[float]]:
-    """Seconds of every side in every round, after one that does not count; hopeless droppable sides end early."""
-    times = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name in random.Random(number).sample(list(times), len(times)):
-            began = time.perf_counter()
-            sides[name]()
-            times[name].append(time.perf_counter() - began)
-        if number == 0:
-            times = {name: [] for name in times}
-        if number == 3:
-            best = min(min(times[name]) for name in droppable)
-            times = {k: v for k, v in times.items() if k not in droppable or min(v) <= HOPELESS * best}
-    return times
+def side(calls: list[Callable], device: str) -> Callable:
+    """What runs in a round: one call on the CPU, all of ``calls`` on a GPU."""
+    if device == "cpu":
+        return calls[0]
+    return timing.replayed(calls) if device == "cuda" else timing.queued(calls)
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-    return dict(median_ms=1e3 * median, min_ms=1e3 * min(times), spread=(high - low) / median, rounds=len(times))
+def num_copies(num_bytes: float, device: str) -> int:
+    """Copies of data of ``num_bytes`` that a side goes through."""
+    if device != "cuda":
+        return 1
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    return min(MAX_COPIES, int(CACHE_MULTIPLE * l2 / num_bytes) + 1)
 
 
 def stores(keys: torch.Tensor, values: torch.Tensor, bits: int) -> list[PackedStore]:
@@ -69,111 +69,128 @@ def stores(keys: torch.Tensor, values: torch.Tensor, bits: int) -> list[PackedSt
     for x, along_tokens in ((keys, False), (values, True)):
         batch, heads, tokens, dim = x.shape
         shape = (batch, heads, dim)
-        parts = dict(centre=0.1 * torch.randn(shape), balance=0.5 + torch.rand(shape), capacity=tokens)
-        packed.append(PackedStore(IsoQuantConfig(bits), along_tokens, *shape, x.device, **parts))
+        centre, balance = 0.1 * torch.randn(shape, device=x.device), 0.5 + torch.rand(shape, device=x.device)
+        packed.append(PackedStore(IsoQuantConfig(bits), along_tokens, *shape, x.device, centre, balance, capacity=tokens))
         packed[-1].append(x)
     return packed
 
 
-def attend_row(shape: tuple[int, int, int, int], bits: int, isas: list[str], rounds: int, rate: float) -> dict:
-    query_heads, heads, dim, tokens = shape
-    q, k, v = (torch.randn(1, h, t, dim) for h, t in ((query_heads, 1), (heads, tokens), (heads, tokens)))
-    packed = [store.tensors() for store in stores(k, v, bits)]
-    none, out, lse = k[:, :, :0], torch.empty(q.shape), torch.empty(q.shape[:3])
+def use(isa: str) -> None:
+    """Chooses an instruction set of the CPU; a GPU and the pure-torch reference have one way to compute."""
+    if isa in native.ISAS:
+        native.set_cpu_isa(isa)
+
+
+def packed_calls(q, k, v, bits: int, exact: int, isas: list[str]) -> dict[str, Callable]:
+    """``attend`` by every instruction set over all tokens packed but ``exact`` ones, which have the query's dtype."""
+    length, num_sinks = k.shape[2] - exact, min(NUM_SINKS, exact)
+    packed = [store.tensors() for store in stores(k[:, :, exact:], v[:, :, exact:], bits)]
+    exact_kv = [x[:, :, :exact].to(q.dtype).contiguous() for x in (k, v)]
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def attend(isa: str) -> None:
-        native.set_cpu_isa(isa)
-        ops.attend(q, *packed, none, none, None, None, 0, tokens, 0, dim**-0.5, 0.0, out, lse)
+        use(isa)
+        ops.attend(q, *packed, *exact_kv, None, None, 0, length, num_sinks, q.shape[3] ** -0.5, 0.0, out, lse)
 
-    sides = {isa: (lambda isa=isa: attend(isa)) for isa in isas}
-    dense = {}
-    for name, dtype in DTYPES.items():
-        x, y, z = (part.to(dtype) for part in (q, k, v))
-        folded = x.view(1, heads, query_heads // heads, dim)
-        dense[f"{name} folded"] = lambda x=folded, y=y, z=z: F.scaled_dot_product_attention(x, y, z)
-        dense[f"{name} enable_gqa"] = lambda x=x, y=y, z=z: F.scaled_dot_product_attention(x, y, z, enable_gqa=True)
-    times = in_turn(sides | dense, rounds, tuple(dense))
-    results = {name: summary(seconds) for name, seconds in times.items()}
-    best = min((name for name in dense if name in results), key=lambda name: results[name]["median_ms"])
-    num_bytes = heads * tokens * sum(token_bytes(dim, bits, along) for along in (False, True))
-    for isa in isas:
+    return {isa: lambda isa=isa: attend(isa) for isa in isas}
+
+
+def sides_of(make: Callable[[], dict[str, Callable]], num_bytes: float, device: str) -> dict[str, Callable]:
+    """Sides of what ``make`` returns, each over its own copies."""
+    made = [make() for _ in range(num_copies(num_bytes, device))]
+    return {name: side([calls[name] for calls in made], device) for name in made[0]}
+
+
+def compare(ours: dict[str, Callable], dense_sides: dict[str, Callable], rounds: int) -> tuple[str, dict[str, dict]]:
+    """Name of the best dense side, and the summaries of all sides."""
+    exact = tuple(name for name in dense_sides if name not in dense.FEWER_BITS)
+    times = timing.in_turn(ours | dense_sides, rounds, exact)
+    results = {name: timing.summary(seconds) for name, seconds in times.items()}
+    return min(set(exact) & set(results), key=lambda name: results[name]["median_ms"]), results
+
+
+def attend_row(shape: tuple[int, ...], args, rate: float) -> dict:
+    batch, query_heads, heads, dim, tokens = shape
+    device = dict(device=args.device)
+    q, k, v = (torch.randn(batch, h, t, dim, **device) for h, t in ((query_heads, 1), (heads, tokens), (heads, tokens)))
+    query = q if args.device == "cpu" else q.bfloat16()
+    packed_tokens = batch * heads * (tokens - args.exact)
+    num_bytes = packed_tokens * sum(token_bytes(dim, args.bits, along) for along in (False, True))
+    dense_bytes = 2 * k.numel() * torch.bfloat16.itemsize
+    exact_bytes = 2 * batch * heads * args.exact * dim * query.itemsize
+    ours = sides_of(lambda: packed_calls(query, k, v, args.bits, args.exact, args.isas), num_bytes, args.device)
+    theirs = sides_of(lambda: dense.decode_calls(q, k, v), dense_bytes, args.device)
+    best, results = compare(ours, theirs, args.rounds)
+    for isa in args.isas:
         row = results[isa]
         row["ratio"] = results[best]["median_ms"] / row["median_ms"]
         row["ratio_of_minima"] = results[best]["min_ms"] / row["min_ms"]
-        row["dram_share"] = num_bytes / (row["median_ms"] / 1e3) / rate
-    return dict(shape=shape, best_dense=best, packed_bytes=num_bytes, results=results)
+        row["memory_share"] = num_bytes / (row["median_ms"] / 1e3) / rate
+    sizes = dict(packed_bytes=num_bytes, dense_bytes=dense_bytes, exact_bytes=exact_bytes)
+    return dict(shape=shape, best_dense=best, **sizes, results=results)
 
 
-def encode_row(query_heads: int, heads: int, dim: int, bits: int, isas: list[str], rounds: int) -> dict:
-    """Encode of keys and values of all heads against causal attention over the same tokens."""
-    q, k, v = (torch.randn(1, h, PREFILL, dim) for h in (query_heads, heads, heads))
-    packed = stores(k, v, bits)
+def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:
+    """Encode of keys and values of all heads of one sequence against causal attention over the same tokens."""
+    query_heads, heads, dim = model
+    q, k, v = (torch.randn(1, h, args.prefill, dim, device=args.device) for h in (query_heads, heads, heads))
+    fresh = (k, v) if args.device == "cpu" else (k.bfloat16(), v.bfloat16())
 
-    def encode(isa: str) -> None:
-        native.set_cpu_isa(isa)
-        for store, x in zip(packed, (k, v)):
+    def calls() -> dict[str, Callable]:
+        packed = stores(k, v, args.bits)
+        return {isa: lambda isa=isa: encode(packed, isa) for isa in args.isas}
+
+    def encode(packed: list[PackedStore], isa: str) -> None:
+        use(isa)
+        for store, x in zip(packed, fresh):
             store.length = 0
             store.append(x)
 
-    sides = {isa: (lambda isa=isa: encode(isa)) for isa in isas}
-    dense = {}
-    for name, dtype in DTYPES.items():
-        x, y, z = (part.to(dtype) for part in (q, k, v))
-        wide = [part.repeat_interleave(query_heads // heads, 1) for part in (y, z)]
-        causal = dict(is_causal=True)
-        dense[f"{name} repeated"] = lambda x=x, kv=wide: F.scaled_dot_product_attention(x, *kv, **causal)  # noqa: B023
-        dense[f"{name} enable_gqa"] = lambda x=x, y=y, z=z: F.scaled_dot_product_attention(
-            x, y, z, enable_gqa=True, is_causal=True
-        )
-    times = in_turn(sides | dense, rounds, tuple(dense))
-    results = {name: summary(seconds) for name, seconds in times.items()}
-    best = min((name for name in dense if name in results), key=lambda name: results[name]["median_ms"])
-    for isa in isas:
+    read = sum(x.numel() * x.itemsize for x in fresh)
+    written = k.shape[1] * args.prefill * sum(token_bytes(dim, args.bits, along) for along in (False, True))
+    theirs = {name: side([call], args.device) for name, call in dense.prefill_calls(q, k, v).items()}
+    best, results = compare(sides_of(calls, read, args.device), theirs, max(3, args.rounds // 8))
+    for isa in args.isas:
         results[isa]["share"] = results[isa]["median_ms"] / results[best]["median_ms"]
-    return dict(shape=(query_heads, heads, dim, PREFILL), best_dense=best, results=results)
+        results[isa]["memory_share"] = (read + written) / (results[isa]["median_ms"] / 1e3) / rate
+    return dict(shape=(1, *model, args.prefill), best_dense=best, results=results)
 
 
-def print_rows(rows: list[dict], isas: list[str], column: str) -> None:
-    left = f"{'Hq Hk d T':>18}  {'best dense':16}"
-    print(f"{left} {'ms':>9} {'spread':>7}  {'packed':11} {'ms':>9} {'spread':>7}  {column}")
-    for row in rows:
-        dense = row["results"][row["best_dense"]]
-        for isa in isas:
-            ours = row["results"][isa]
-            if "share" in ours:
-                last = f"{ours['share']:6.1%}"
-            else:
-                last = f"{ours['ratio']:5.2f}x {ours['ratio_of_minima']:6.2f}x {ours['dram_share']:7.0%}"
-            left = f"{' '.join(map(str, row['shape'])):>18}  {row['best_dense']:16}"
-            times = [f"{side['median_ms']:9.3f} {side['spread']:7.0%}" for side in (dense, ours)]
-            print(f"{left} {times[0]}  {isa:11} {times[1]}  {last}")
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("--bits", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--isas", nargs="*", help="CPU instruction sets to compare, default those in use")
+    parser.add_argument("--shapes", nargs="*", help="[B,]Hq,Hk,d,T each, default a table of two models, on a GPU of five")
+    parser.add_argument("--exact", type=int, default=0, help="of T, tokens that are exact: sinks and window; a cache has 132")
+    parser.add_argument("--prefill", type=int, default=PREFILL, help="tokens to encode")
+    args = parser.parse_args(arguments)
+    in_use = [native.cpu_isa(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    args.isas = list(dict.fromkeys(args.isas or in_use)) if args.device == "cpu" else ["packed"]
+    given = [tuple(map(int, shape.split(","))) for shape in args.shapes or ()]
+    args.shapes = [(1,) * (5 - len(shape)) + shape for shape in given] or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES)
+    if args.exact >= min(shape[-1] for shape in args.shapes):
+        parser.error(f"--exact must be less than every T, got {args.exact}")
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--bits", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--isas", nargs="*", help="instruction sets to compare, default the one in use")
-    parser.add_argument("--shapes", nargs="*", help="Hq,Hk,d,T each, default a table of two models")
-    parser.add_argument("--json", help="file for all numbers")
-    args = parser.parse_args()
+    args = parse()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    isas, rate = args.isas or [torch_kvq.backends.cpu_isa()], read_rate()
-    shapes = [tuple(map(int, shape.split(","))) for shape in args.shapes] if args.shapes else SHAPES
-    print(f"torch {torch.__version__}, {args.threads} thread(s), K{args.bits} V{args.bits}, plain read {rate / 1e9:.1f} GB/s\n")
-    rows = [attend_row(shape, args.bits, isas, args.rounds, rate) for shape in shapes]
-    print("attend, one query token")
-    print_rows(rows, isas, "ratio, of minima, DRAM")
-    models = dict.fromkeys(shape[:3] for shape in shapes)
-    encodes = [encode_row(*model, args.bits, isas, max(3, args.rounds // 8)) for model in models]
-    print(f"\nencode of {PREFILL} tokens against dense causal attention over them")
-    print_rows(encodes, isas, "share")
+    conditions, rate, rows = timing.conditions(args.device, "flashinfer-python"), memory_rate(args.device), []
+    for shape in args.shapes:
+        rows.append(attend_row(shape, args, rate))
+        dense_ms, ours_ms = (rows[-1]["results"][name]["median_ms"] for name in (rows[-1]["best_dense"], args.isas[0]))
+        print(*shape, f"dense {dense_ms:.3f} ms, {args.isas[0]} {ours_ms:.3f} ms", flush=True)
+    models = dict.fromkeys(shape[1:4] for shape in args.shapes)
+    encodes = [encode_row(model, args, rate) for model in models]
+    numbers = dict(bits=args.bits, exact=args.exact, isas=args.isas, memory_rate=rate, attend=rows, encode=encodes)
+    result = timing.result("attend", conditions, **numbers)
+    views = attend_tables.views(result)
+    print("", *(f"{name}\n\n{text}\n" for name, text in views.items()), sep="\n")
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(dict(threads=args.threads, bits=args.bits, read_rate=rate, attend=rows, encode=encodes), file, indent=1)
+        timing.save(result, args.json)
 
 
 if __name__ == "__main__":

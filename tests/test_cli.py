@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torch_kvq import backends, cli
+from torch_kvq.backends import native
 from torch_kvq.ops.schemas import NAMES
 
 
@@ -14,9 +15,24 @@ def test_doctor_names_every_operator_and_its_backend(capsys):
     assert backends.cpu_isa() in printed and torch.__version__ in printed
 
 
+def test_doctor_names_the_kernels_of_each_dtype_of_query(capsys):
+    if not native.loaded():
+        pytest.skip("no CPU kernels")
+    before = native.set_cpu_isa(native.AUTO)
+    cli.main(["doctor"])
+    printed, (full, half) = capsys.readouterr().out, map(backends.cpu_isa, (torch.float32, torch.bfloat16))
+    lines = {line.split()[0]: line for line in printed.splitlines() if line.split()[:1] and line.split()[0] in NAMES}
+    assert all(f" {full}" in line for line in lines.values())
+    assert [name for name, line in lines.items() if f"{half} for bfloat16 and float16" in line] == ["attend"] * (half != full)
+    native.set_cpu_isa("scalar")
+    cli.main(["doctor"])
+    assert f"{full}: scalar was asked for" in capsys.readouterr().out
+    native.set_cpu_isa(before)
+
+
 def test_selftest_passes(capsys):
     assert cli.main(["doctor", "--selftest"]) == 0
-    assert capsys.readouterr().out.count(" ok\n") == 3
+    assert capsys.readouterr().out.count(" ok\n") == 4
 
 
 def test_selftest_finds_a_wrong_operator(capsys, monkeypatch):

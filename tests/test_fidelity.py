@@ -6,7 +6,8 @@ import tiny_models
 import torch
 from transformers import DynamicCache
 
-from torch_kvq import IsoQuantCache
+from torch_kvq import IsoQuantCache, backends
+from torch_kvq.backends import native
 from torch_kvq.evaluate import fidelity
 
 PACKED = dict(window_len=32, flush_len=16)
@@ -52,13 +53,27 @@ def text_ids(tokenizer, num_tokens: int, texts: int = 4) -> torch.Tensor:
     return torch.tensor([tokenizer(text, add_special_tokens=False).input_ids[:num_tokens] for text in rows])
 
 
+@pytest.fixture(params=["in use", native.INTEGER])
+def kernels(request):
+    """The kernels of float32 queries as they are, and the integer ones that answer 16-bit queries."""
+    if request.param == "in use":
+        yield backends.cpu_isa()
+        return
+    if native.INTEGER not in native.available_isas():
+        pytest.skip(f"{native.INTEGER} is not on this machine or not built")
+    before = native.set_cpu_isa(native.INTEGER)
+    yield native.INTEGER
+    native.set_cpu_isa(before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bits, kl, top1, delta", [(3, 0.012, 0.95, 0.015), (4, 0.004, 0.97, 0.015)])
-def test_smollm2_at_default_settings(smollm2, bits, kl, top1, delta, capsys):
+def test_smollm2_at_default_settings(smollm2, bits, kl, top1, delta, kernels, capsys):
     model, tokenizer = smollm2
     got = fidelity(model, text_ids(tokenizer, 1536), lambda: IsoQuantCache(k_bits=bits, v_bits=bits), 1024)
     with capsys.disabled():
-        print(f"\nSmolLM2 K{bits} V{bits}: {got}")
+        print(f"\nSmolLM2 K{bits} V{bits}, {kernels}: {got}")
+    assert backends.cpu_isa() == kernels
     assert got.kl <= kl and got.top1 >= top1 and got.delta_nll <= delta
 
 

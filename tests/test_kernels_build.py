@@ -29,11 +29,11 @@ def build():
     return module
 
 
-def symbols(path, *options):
+def symbols(path, *options, nm="nm"):
     """Pairs (type, name) that nm prints."""
-    if not shutil.which("nm"):
-        pytest.skip("no nm")
-    text = subprocess.run(["nm", "-P", *options, str(path)], check=True, capture_output=True, text=True).stdout
+    if not shutil.which(nm):
+        pytest.skip(f"no {nm}")
+    text = subprocess.run([nm, "-P", *options, str(path)], check=True, capture_output=True, text=True).stdout
     return [(line.split()[1], line.split()[0]) for line in text.splitlines()]
 
 
@@ -56,6 +56,20 @@ def test_the_library_needs_only_stable_symbols():
     assert [name for name in names if not ALLOWED.fullmatch(name)] == []
     torch_names = [name for name in names if re.match(r"_ZNK?(2at|3c10|5torch)", name)]
     assert torch_names == [], "C++ symbols of torch bind the library to one version"
+
+
+X86 = {"avx2", "avx512", "avx512vnni", "scalar"}
+ARM = {"neon", "scalar"}
+
+
+@pytest.mark.parametrize(
+    "machine, isas", [("x86_64", X86), ("AMD64", X86), ("aarch64", ARM), ("arm64", ARM), ("riscv64", {"scalar"})]
+)
+def test_each_architecture_builds_its_bodies(build, monkeypatch, machine, isas):
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    text = build.ninja_text(ROOT, Path("kernels.so"), "g++")
+    assert set(re.findall(r"compile csrc/cpu/body_(\w+)\.cpp", text)) == isas <= set(native.ISAS)
+    assert ("-mavx" in text) == (isas is X86)
 
 
 @pytest.fixture
@@ -102,11 +116,13 @@ def test_an_unknown_instruction_set_is_an_error(fresh):
 @pytest.mark.skipif(not native.LIBRARY.exists(), reason="the kernels were not built")
 def test_the_instruction_set_can_be_asked_for(fresh):
     native.load()
-    before = native.cpu_isa()
+    before = native.set_cpu_isa(native.AUTO)
     fresh.setattr(native, "_state", native._State())
     fresh.setenv(native.VARIABLE, "scalar")
     assert native.load() is True and native.cpu_isa() == "scalar"
-    assert all("scalar was asked for" in reason for reason in native.skipped().values())
+    here = native.available_isas()
+    expected = {name: "scalar was asked for" if name in here else "not on this machine" for name in native.ISAS[:-1]}
+    assert native.skipped() == expected
     native.set_cpu_isa(before)
 
 

@@ -20,7 +20,7 @@ from torch_kvq.ops.schemas import NAMES, SCALE_RULES
 native.load()
 needs_kernels = pytest.mark.skipif(not native.loaded(), reason=f"no CPU kernels: {native._state.reason}")
 TOLERANCE = 1e-5
-INTEGER_TOLERANCE = 1e-3  # attend of at most 16 rows in 16-bit integers (avx512vnni); the cases below reach 6e-4
+INTEGER_TOLERANCE = 3e-4  # attend of at most 16 rows in 16-bit integers (avx512vnni)
 
 
 def attend_tolerance():
@@ -35,21 +35,24 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=native.ISAS)
+@pytest.fixture(params=native.available_isas())
 def isa(request):
-    if request.param not in native.available_isas():
-        pytest.skip(f"{request.param} is not on this machine or not built")
     before = native.set_cpu_isa(request.param)
     yield request.param
     native.set_cpu_isa(before)
 
 
 @needs_kernels
+@pytest.mark.parametrize("isa", native.ISAS)
 def test_the_kernels_serve_every_operator(isa):
+    if isa not in native.available_isas():
+        pytest.skip(f"{isa} is not on this machine or not built")
+    before = native.set_cpu_isa(isa)
     report = backends.report()
     assert [row.op for row in report.rows] == list(NAMES)
     assert all(row.served_by == isa == backends.cpu_isa() for row in report.rows)
     assert isa in str(report)
+    native.set_cpu_isa(before)
 
 
 @needs_kernels

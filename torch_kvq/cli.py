@@ -18,7 +18,7 @@ SELFTEST_TOLERANCE = 1e-2
 
 
 def selftest_rows(device: str) -> list[tuple[str, float]]:
-    """Relative errors of the operators of ``device`` against the reference, on one small case each of attend and encode."""
+    """Relative errors of the operators of ``device`` against the reference, on small cases of attend and encode."""
     generator = torch.Generator().manual_seed(0)
     keys, values, query = (torch.randn(shape, generator=generator).to(device) for shape in _SHAPES)
     stores = [PackedStore(IsoQuantConfig(), along, 2, 2, 128, keys.device) for along in (False, True)]
@@ -28,14 +28,15 @@ def selftest_rows(device: str) -> list[tuple[str, float]]:
     for store, x in zip(stores, (keys, values)):
         rebuilt = store.decode(0, store.length, torch.float32)
         rows.append((f"encode and decode, {'values' if store.along_tokens else 'keys'}", _error(rebuilt, x)))
-    exact = keys[:, :, :20].contiguous()
-    outs = []
-    for attend in (torch.ops.torch_kvq.attend, reference.attend):
-        out, lse = torch.full_like(query, torch.nan), query.new_full(query.shape[:3], torch.nan)
-        packed = [store.tensors() for store in stores]
-        attend(query, *packed, exact, exact, None, None, 0, stores[0].length, 4, 128**-0.5, 0.0, out, lse)
-        outs.append(out)
-    return [*rows, ("attend", _error(*outs))]
+    exact, packed = keys[:, :, :20].contiguous(), [store.tensors() for store in stores]
+    for dtype in (torch.float32, torch.bfloat16):
+        outs = []
+        for attend in (torch.ops.torch_kvq.attend, reference.attend):
+            out, lse = torch.full_like(query, torch.nan), query.new_full(query.shape[:3], torch.nan)
+            attend(query.to(dtype), *packed, exact, exact, None, None, 0, stores[0].length, 4, 128**-0.5, 0.0, out, lse)
+            outs.append(out)
+        rows.append((f"attend, {str(dtype)[6:]} query", _error(*outs)))
+    return rows
 
 
 _SHAPES = ((2, 2, 333, 128), (2, 2, 333, 128), (2, 8, 1, 128))

@@ -12,7 +12,8 @@ void attend(const Tensor &q, const Tensors &keys, const Tensors &values, const T
             int64_t length, int64_t num_sinks, double scale, double softcap, const Tensor &out, const Tensor &lse) {
   Attention a = attend_problem(q, keys, values, exact_keys, exact_values, mask, sink_logits, start, length, num_sinks,
                                scale, softcap, out, lse);
-  run_phases(a, true, kernels().attend, true);
+  const Kernels &k = kernels(a.q.dtype);
+  run_phases(k, a, true, k.attend, true);
 }
 
 }  // namespace

@@ -7,13 +7,15 @@
 // positions.
 //
 // Levels are rounded to integers up to LEVEL_RANGE; the query of a row and the weights (times the scales of the values)
-// of a row and tile to ranges in which sums over SUM_WORDS words of keys and one of values cannot overflow. 8 bits
-// would halve the products, but rounding the query to 8 bits costs 6e-3 of a score's spread at dim 128, this 2e-4. With
-// four rows the products are two thirds of the time and run at one a cycle.
+// of a row and tile to ranges in which sums over SUM_WORDS words of keys and one of values cannot overflow: for the
+// query by the sum of its coordinates, as not all of them are as large as the largest. 8 bits would halve the products,
+// but rounding the query to 8 bits costs 6e-3 of a score's spread at dim 128, this 6e-5. With four rows the products are
+// two thirds of the time and run at one a cycle.
 #pragma once
 
 constexpr int LEVEL_RANGE = 4095, SUM_WORDS = 4, FEW_WORD_ROWS = 16;
-constexpr float QUERY_RANGE = 0x7fffffff / LEVEL_RANGE / (SUM_WORDS * WORD_BITS);
+constexpr float WORD_RANGE = 32766;  // of one coordinate
+constexpr float QUERY_RANGE = 0x7fffffff / LEVEL_RANGE - SUM_WORDS * WORD_BITS;  // of the sum, with room for rounding
 constexpr float WEIGHT_RANGE = 0x7fffffff / LEVEL_RANGE / TILE;
 constexpr float TINY = 1e-30f;  // a row of weights or a query below counts as zero, so that 1 / x stays finite
 
@@ -66,15 +68,23 @@ INLINE U pairs_of(F low, F high) { return pick(0xffffu, rounded(low), shift<-16>
 // Queries [words, rows, 32] to pairs [words, rows, 16], and the unit of each row: NaN where the row is not finite.
 NOINLINE void quantise_queries(const float *query, int words, int rows, uint32_t *pairs, float *unit) {
   for (int r = 0; r < rows; r++) {
-    F top = zero(), bad = zero();
-    for (int w = 0; w < words; w++)
-      for (int i = 0; i < TILE; i += LANES) {
-        F x = load(query + (w * rows + r) * TILE + i);
-        top = maximum(absolute(x), top);
-        bad = fma(x, zero(), bad);
-      }
-    float most = reduce_max(top), by = most > TINY ? QUERY_RANGE / most : 0;
-    unit[r] = (by > 0 ? most / QUERY_RANGE : 0) + reduce_add(bad);
+    float step = 0;
+    F bad = zero();
+    for (int first = 0; first < words; first += SUM_WORDS) {
+      F top = zero(), sum = zero();
+      for (int w = first; w < words && w < first + SUM_WORDS; w++)
+        for (int i = 0; i < TILE; i += LANES) {
+          F x = load(query + (w * rows + r) * TILE + i);
+          top = maximum(absolute(x), top);
+          sum = sum + absolute(x);
+          bad = fma(x, zero(), bad);
+        }
+      float by_size = reduce_max(top) / WORD_RANGE, by_sum = reduce_add(sum) / QUERY_RANGE;
+      step = by_size > step ? by_size : step;
+      step = by_sum > step ? by_sum : step;
+    }
+    unit[r] = (step > TINY ? step : 0) + reduce_add(bad);
+    float by = step > TINY ? 1 / step : 0;
     for (int w = 0; w < words; w++) {
       const float *x = query + (w * rows + r) * TILE;
       store_words(pairs + (w * rows + r) * (TILE / 2), pairs_of(load(x) * splat(by), load(x + LANES) * splat(by)));

@@ -1,5 +1,11 @@
-// Choice of the instruction set at run time. torch_kvq::_cpu_isa(name) names the one in use; a non-empty name chooses
-// it. torch_kvq::_cpu_isas() lists those of this machine, fastest first.
+// Choice of the kernels at run time: precision follows the dtype of the query. Left to itself ("auto"), float32 is
+// answered in float32, and bfloat16 and float16 by 16-bit integers where the machine multiplies them faster. An
+// instruction set chosen by name answers every dtype.
+//
+//   torch_kvq::_cpu_choice(name)  the choice in force, auto or an instruction set; a name that is not empty replaces it
+//   torch_kvq::_cpu_isa(half)     what answers float32 queries, or 16-bit ones
+//   torch_kvq::_cpu_isas()        the instruction sets of this machine, fastest first
+#include "bodies.h"
 #include "run.h"
 
 #include <atomic>
@@ -8,52 +14,57 @@ namespace kvq {
 
 namespace {
 
-const Kernels *find(const std::string &name) {
-#if defined(__x86_64__)
-  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (name == "avx512vnni")  // by name only: its products are integers, exact to about 1e-3 instead of 1e-6
-    if (avx512 && __builtin_cpu_supports("avx512vnni")) return &avx512vnni_kernels;
-  if (name == "avx512" || name.empty())
-    if (avx512) return &avx512_kernels;
-  if (name == "avx2" || name.empty())
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-      return &avx2_kernels;
-#endif
-  return name == "scalar" || name.empty() ? &scalar_kernels : nullptr;
+struct Choice {
+  std::string name;
+  const Kernels *full, *half;  // of float32 queries, of bfloat16 and float16 ones
+};
+
+// auto, then the instruction sets of this machine, fastest first.
+std::vector<Choice> find_choices() {
+  std::vector<Body> bodies = bodies_here();
+  const Body *exact = &bodies[0];
+  while (exact->integer) exact++;
+  std::vector<Choice> choices = {{"auto", exact->kernels, bodies[0].kernels}};
+  for (const Body &body : bodies) choices.push_back({body.kernels->name, body.kernels, body.kernels});
+  return choices;
 }
 
-std::atomic<const Kernels *> in_use{nullptr};
+const std::vector<Choice> choices = find_choices();
+std::atomic<const Choice *> in_use{&choices[0]};
 
-std::string cpu_isa(std::string name) {
-  if (!name.empty()) {
-    const Kernels *found = find(name);
-    KVQ_CHECK(found, "name", "be an instruction set of this machine among scalar, avx2, avx512, avx512vnni", name);
-    in_use = found;
-  }
-  return kernels().name;
+std::string names(size_t first) {
+  std::string text;
+  for (size_t i = first; i < choices.size(); i++) text += (i == first ? "" : ",") + choices[i].name;
+  return text;
 }
 
-std::string cpu_isas() {
-  std::string names;
-  for (const char *name : {"avx512vnni", "avx512", "avx2", "scalar"})
-    if (find(name)) names += (names.empty() ? "" : ",") + std::string(name);
-  return names;
+std::string cpu_choice(std::string name) {
+  const Choice *before = in_use, *found = name.empty() ? before : nullptr;
+  for (const Choice &choice : choices)
+    if (choice.name == name) found = &choice;
+  KVQ_CHECK(found, "name", "be a choice of this machine among " + names(0), name);
+  in_use = found;
+  return before->name;
 }
+
+std::string cpu_isa(bool half) { return kernels(half ? BFLOAT16 : FLOAT32).name; }
+
+std::string cpu_isas() { return names(1); }
 
 }  // namespace
 
-const Kernels &kernels() {
-  const Kernels *k = in_use.load(std::memory_order_relaxed);
-  if (!k) in_use = k = find("");
-  return *k;
+const Kernels &kernels(Dtype query) {
+  const Choice *choice = in_use.load(std::memory_order_relaxed);
+  return query == FLOAT32 ? *choice->full : *choice->half;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvq, m) {
-  m.def("_cpu_isa(str name) -> str");
+  m.def("_cpu_choice(str name) -> str");
+  m.def("_cpu_isa(bool half) -> str");
   m.def("_cpu_isas() -> str");
 }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CompositeExplicitAutograd, m) {
+  m.impl("_cpu_choice", TORCH_BOX(&cpu_choice));
   m.impl("_cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("_cpu_isas", TORCH_BOX(&cpu_isas));
 }

@@ -9,7 +9,8 @@ namespace {
 void pv(const Tensor &p, const Tensors &values, const Tensor &exact_values, int64_t length, int64_t num_sinks,
         const Tensor &out) {
   Attention a = pv_problem(p, values, exact_values, length, num_sinks, out);
-  run_phases(a, false, kernels().pv, true);
+  const Kernels &k = kernels();
+  run_phases(k, a, false, k.pv, true);
 }
 
 }  // namespace

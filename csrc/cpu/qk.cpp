@@ -9,7 +9,8 @@ namespace {
 void qk(const Tensor &q, const Tensors &keys, const Tensor &exact_keys, int64_t length, int64_t num_sinks,
         const Tensor &out) {
   Attention a = qk_problem(q, keys, exact_keys, length, num_sinks, out);
-  run_phases(a, true, kernels().qk, false);
+  const Kernels &k = kernels();
+  run_phases(k, a, true, k.qk, false);
 }
 
 }  // namespace

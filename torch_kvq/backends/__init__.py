@@ -13,7 +13,8 @@ __all__ = ["Report", "Row", "cpu_isa", "native", "report"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operator on one device: ``served_by`` an instruction set or ``reference``; ``skipped`` name to reason."""
+    """One operator on one device: ``served_by`` an instruction set or ``reference``, that of 16-bit queries too where it is
+    another; ``skipped`` name to reason."""
 
     op: str
     device: str
@@ -43,10 +44,11 @@ class Report:
 
 def _row(op: str) -> Row:
     compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", "CPU")
-    skipped = native.skipped()
     if native.loaded() and not compiled:
-        skipped = {"compiled kernels": "the library does not hold this operator"}
-    return Row(op, "cpu", cpu_isa() if compiled else native.REFERENCE, skipped)
+        return Row(op, "cpu", native.REFERENCE, {"compiled kernels": "the library does not hold this operator"})
+    full, half = cpu_isa(torch.float32), cpu_isa(torch.bfloat16)
+    differs = op == "attend" and half != full
+    return Row(op, "cpu", f"{full}, {half} for bfloat16 and float16" if differs else full, native.skipped(op))
 
 
 def report() -> Report:

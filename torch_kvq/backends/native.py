@@ -1,8 +1,9 @@
 """Loads the compiled CPU kernels and chooses their instruction set.
 
-``KVQ_CPU_ISA`` overrides the choice: ``avx512vnni``, ``avx512``, ``avx2``, ``scalar``, or ``reference`` to load nothing
-and run the pure-torch reference. Without it the best set of the machine that computes in float32 is used; ``avx512vnni``
-multiplies 16-bit integers, twice as fast and exact to about 1e-3, and has to be asked for.
+Precision follows the dtype of the query: float32 is answered in float32 by the best set of the machine. Attention of
+bfloat16 and float16 queries is answered by ``avx512vnni`` where the machine has it: products of 16-bit integers, twice as
+fast and exact to about 5e-4. ``KVQ_CPU_ISA`` names one set for every dtype: ``avx512vnni``, ``avx512``, ``avx2``,
+``neon``, ``scalar``, or ``reference`` to load nothing and run the pure-torch reference.
 """
 
 import dataclasses
@@ -15,8 +16,10 @@ import torch
 LIBRARY = Path(__file__).resolve().parents[1] / "_lib" / "libkvq_cpu.so"
 VARIABLE = "KVQ_CPU_ISA"
 REFERENCE = "reference"
+AUTO = "auto"  # precision follows the dtype of the query
 INTEGER = "avx512vnni"
-ISAS = (INTEGER, "avx512", "avx2", "scalar")  # fastest first
+ISAS = (INTEGER, "avx512", "avx2", "neon", "scalar")  # fastest first
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of queries
 
 
 @dataclasses.dataclass
@@ -81,22 +84,29 @@ def loaded() -> bool:
     return _state.loaded
 
 
-def cpu_isa() -> str:
-    """The instruction set that serves the CPU: one of ``ISAS`` or ``reference``."""
-    return torch.ops.torch_kvq._cpu_isa.default("") if _state.loaded else REFERENCE
+def cpu_isa(dtype: torch.dtype = torch.float32) -> str:
+    """What answers attention queries of ``dtype``: one of ``ISAS`` or ``reference``. All other work is served as float32 is.
+
+    Raises:
+        ValueError: dtype is not float32, bfloat16 or float16.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+    return torch.ops.torch_kvq._cpu_isa.default(dtype != torch.float32) if _state.loaded else REFERENCE
 
 
 def set_cpu_isa(name: str) -> str:
-    """Chooses the instruction set of all calls from now on, for tests and measurements; returns the one used before.
+    """Chooses the kernels of all calls from now on, for tests and measurements; returns the choice before.
+
+    Args:
+        name: one of ``available_isas()`` for every dtype of query, or ``auto``.
 
     Raises:
         RuntimeError: the machine does not have it, or the kernels are not loaded.
     """
     if not _state.loaded:
         raise RuntimeError(f"name must be {REFERENCE} while the kernels are not loaded ({_state.reason}), got {name!r}")
-    before = cpu_isa()
-    torch.ops.torch_kvq._cpu_isa.default(name)
-    return before
+    return torch.ops.torch_kvq._cpu_choice.default(name)
 
 
 def available_isas() -> tuple[str, ...]:
@@ -104,18 +114,19 @@ def available_isas() -> tuple[str, ...]:
     return tuple(torch.ops.torch_kvq._cpu_isas.default().split(",")) if _state.loaded else ()
 
 
-def skipped() -> dict[str, str]:
-    """Faster implementations than the one in use, and why each does not run."""
+def skipped(op: str = "attend") -> dict[str, str]:
+    """Faster implementations of ``op`` than the one that answers float32, and why each does not."""
     if not _state.loaded:
         return {"compiled kernels": _state.reason}
-    used, available = cpu_isa(), available_isas()
-    asked = bool(os.environ.get(VARIABLE))
+    used, choice = cpu_isa(), torch.ops.torch_kvq._cpu_choice.default("")
     reasons = {}
     for name in ISAS[: ISAS.index(used)]:
-        if name not in available:
+        if name not in available_isas():
             reasons[name] = "not on this machine"
-        elif name == INTEGER and not asked:
-            reasons[name] = f"16-bit integers, for {VARIABLE}={INTEGER} only"
+        elif choice != AUTO:
+            reasons[name] = f"{choice} was asked for"
+        elif op == "attend":
+            reasons[name] = f"16-bit integers, for float32 only if {VARIABLE}={name}"
         else:
-            reasons[name] = f"{used} was asked for"
+            reasons[name] = "differs in attend only"
     return reasons

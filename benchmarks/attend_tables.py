@@ -1,0 +1,125 @@
+"""Tables of ``attend.py``'s numbers, by the name under which documents hold them."""
+
+from dense import FEWER_BITS
+from render import Bar, bars, conditions, table, three_digits
+
+# Least speed-up by (Hq, Hk, d, T) on a CPU with AVX-512 and with AVX2, by (B, Hq, Hk, d, T) on an H200.
+CPU_BARS = {
+    (32, 8, 128, 32768): (5.0, 2.5),
+    (9, 3, 64, 32768): (3.0, 1.5),
+    (32, 8, 128, 4096): (2.5, 1.5),
+    (9, 3, 64, 4096): (1.5, 1.0),
+}
+GPU_BARS = {
+    (8, 32, 8, 128, 131072): 4.0,
+    (8, 32, 8, 128, 32768): 3.6,
+    (8, 32, 8, 128, 8192): 3.0,
+    (32, 32, 8, 128, 8192): 3.5,
+    (1, 32, 8, 128, 131072): 3.3,
+    (1, 32, 8, 128, 32768): 2.5,
+    (1, 32, 8, 128, 8192): 1.7,
+    (1, 32, 8, 128, 2048): 1.5,
+    (8, 16, 8, 128, 32768): 3.0,
+    (8, 64, 8, 128, 32768): 3.0,
+    (8, 32, 8, 64, 32768): 3.0,
+    (8, 32, 8, 256, 32768): 3.0,
+}
+LONGEST, FP8_SHAPE = (8, 32, 8, 128, 131072), (8, 32, 8, 128, 32768)
+ENCODE_LEN, ENCODE_SHARE = 4096, 0.15
+FAMILIES = ("avx512", "avx2")
+
+
+def views(result: dict) -> dict[str, str]:
+    """Markdown by name: speed, all, encode, bars, conditions."""
+    return dict(
+        speed=_speed(result), all=_all(result), encode=_encode(result), bars=bars(_bars(result)), conditions=_conditions(result)
+    )
+
+
+def _shape(row: dict) -> str:
+    batch, *rest, tokens = row["shape"]
+    return ", ".join([*([f"B {batch}"] if batch > 1 else []), *map(str, rest), f"{tokens:,}"])
+
+
+def _ms(side: dict) -> str:
+    return f"{three_digits(side['median_ms'])} ms ({side['spread']:.0%})"
+
+
+def _speed(result: dict) -> str:
+    isas = result["isas"]
+    rows = []
+    for row in result["attend"]:
+        sides = row["results"]
+        cells = [f"{sides[isa]['ratio']:.2f}x, {_ms(sides[isa])}" for isa in isas]
+        rows.append([_shape(row), f"{_ms(sides[row['best_dense']])} {row['best_dense']}", *cells])
+    return table(["Hq, Hk, d, tokens", "best dense", *isas], rows)
+
+
+def _all(result: dict) -> str:
+    rows = []
+    for row in result["attend"]:
+        for name, side in row["results"].items():
+            ours = name in result["isas"]
+            last = (
+                [f"{side['ratio']:.2f}x", f"{side['ratio_of_minima']:.2f}x", f"{side['memory_share']:.0%}"]
+                if ours
+                else [""] * 3
+            )
+            extremes = f"{three_digits(side['min_ms'])} - {three_digits(side['max_ms'])}"
+            rows.append([_shape(row), name, three_digits(side["median_ms"]), extremes, str(side["rounds"]), *last])
+    return table(["Hq, Hk, d, tokens", "side", "ms", "min - max", "rounds", "speed-up", "of minima", "memory"], rows)
+
+
+def _encode(result: dict) -> str:
+    rows = []
+    for row in result["encode"]:
+        sides = row["results"]
+        cells = [f"{_ms(sides[isa])}, {sides[isa]['share']:.1%} of it" for isa in result["isas"]]
+        rows.append([_shape(row), f"{_ms(sides[row['best_dense']])} {row['best_dense']}", *cells])
+    return table(["Hq, Hk, d, tokens", "dense prefill attention", *result["isas"]], rows)
+
+
+def _bars(result: dict) -> list[Bar]:
+    gpu = result["conditions"]["device"] == "cuda"
+    return _gpu_bars(result) if gpu else _cpu_bars(result)
+
+
+def _cpu_bars(result: dict) -> list[Bar]:
+    found = []
+    for isa in result["isas"]:
+        family = next((i for i, name in enumerate(FAMILIES) if isa.startswith(name)), None)
+        if family is None:
+            continue
+        for row in result["attend"]:
+            least = CPU_BARS.get(tuple(row["shape"][1:]))
+            if least:
+                found.append(Bar(f"attend {_shape(row)}, {isa}", row["results"][isa]["ratio"], least[family]))
+        for row in result["encode"]:
+            if row["shape"][-1] == ENCODE_LEN:
+                what = f"encode / prefill attention {_shape(row)}, {isa}"
+                found.append(Bar(what, row["results"][isa]["share"], ENCODE_SHARE, "%", at_most=True))
+    return found
+
+
+def _gpu_bars(result: dict) -> list[Bar]:
+    found = []
+    for row in result["attend"]:
+        shape, sides = tuple(row["shape"]), row["results"]
+        ours = sides["packed"]
+        if shape in GPU_BARS:
+            found.append(Bar(f"attend {_shape(row)}", ours["ratio"], GPU_BARS[shape]))
+        if shape == LONGEST:
+            found.append(Bar(f"share of the copy rate {_shape(row)}", ours["memory_share"], 0.8, "%"))
+        if shape == FP8_SHAPE:
+            fp8 = sides.get(FEWER_BITS[0])
+            found.append(Bar(f"{FEWER_BITS[0]} {_shape(row)}", fp8 and fp8["median_ms"] / ours["median_ms"], 2.5))
+    for row in result["encode"]:
+        found.append(Bar(f"share of the copy rate, encode {_shape(row)}", row["results"]["packed"]["memory_share"], 0.5, "%"))
+    return found
+
+
+def _conditions(result: dict) -> str:
+    kind = "copy" if result["conditions"]["device"] == "cuda" else "plain read"
+    exact = f"{result['exact']} tokens exact" if result["exact"] else "every token packed"
+    rate = f"{result['memory_rate'] / 1e9:,.1f} GB/s"
+    return f"K{result['bits']} V{result['bits']}, {exact}; a {kind} ran at {rate}. {conditions(result)}."

@@ -1,0 +1,131 @@
+"""Pictures and tables of the committed results: ``python benchmarks/chart.py``.
+
+Every ``benchmarks/results/NAME.json`` is drawn as ``NAME.png``. In the README and in ``benchmarks/results/*.md`` what stands
+between ``<!-- NAME VIEW: begin -->`` and ``<!-- NAME VIEW: end -->`` is replaced by that view of its numbers: ``speed``,
+``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (``generate_tables.py``, ``attend_tables.py``), or ``chart``, the
+picture. No figure there is typed by hand.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+
+import attend_tables
+import generate_tables
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+VIEWS = {"attend": attend_tables.views, "generate": generate_tables.views}
+BLOCK = re.compile(r"(<!-- (\w+) (\w+): begin -->\n).*?(<!-- \2 \3: end -->)", re.DOTALL)
+MISSING = "Not measured yet."
+COLOURS = {"dynamic": "#777777", "quanto": "#4a7ba6", "hqq": "#8a6bb0", "isoquant": "#c8442e"}
+
+
+def read(root: pathlib.Path) -> dict[str, dict]:
+    """Every result by the stem of its file."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(results_dir(root).glob("*.json"))}
+
+
+def results_dir(root: pathlib.Path) -> pathlib.Path:
+    return root / "benchmarks" / "results"
+
+
+def documents(root: pathlib.Path) -> list[pathlib.Path]:
+    return [root / "README.md", *sorted(results_dir(root).glob("*.md"))]
+
+
+def filled(document: pathlib.Path, results: dict[str, dict], root: pathlib.Path) -> str:
+    """The text of ``document`` with every block rewritten.
+
+    Raises:
+        KeyError: a block names a view that its benchmark does not have.
+    """
+
+    def block(match: re.Match) -> str:
+        begin, name, view, end = match.groups()
+        if name not in results:
+            text = MISSING
+        elif view == "chart":
+            picture = os.path.relpath(results_dir(root) / f"{name}.png", document.parent)
+            text = f"![{name.replace('_', ', ')}: speed and bytes against context length]({picture})"
+        else:
+            text = VIEWS[results[name]["benchmark"]](results[name])[view]
+        return f"{begin}{text}\n{end}"
+
+    return BLOCK.sub(block, document.read_text())
+
+
+def draw(result: dict, picture: pathlib.Path) -> None:
+    """Speed on the left, bytes on the right, against context length."""
+    figure, (speed, size) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axes in (speed, size):
+        axes.set(xlabel="context length, tokens", xscale="log")
+    dict(generate=draw_generate, attend=draw_attend)[result["benchmark"]](result, speed, size)
+    for axes in (speed, size):
+        axes.set_xticks(*zip(*[(tokens, f"{tokens:,}") for tokens in contexts(result)]), rotation=30)
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+    speed.legend(frameon=False, fontsize=8)
+    figure.savefig(picture, dpi=150)
+    pyplot.close(figure)
+
+
+def contexts(result: dict) -> list[int]:
+    if result["benchmark"] == "attend":
+        return sorted({row["shape"][-1] for row in result["attend"]})
+    return sorted(generate_tables.distinct(result, "context"))
+
+
+def draw_generate(result: dict, speed, size) -> None:
+    """Every cache in its fastest dtype, and the bytes of the smallest."""
+    for cache in generate_tables.caches_of(result):
+        rows = [row for tokens in contexts(result) if (row := generate_tables.fastest(result, tokens, (cache,)))]
+        places, rates = [row["context"] for row in rows], [row["rate"] for row in rows]
+        extremes = [[row["rate"] - row["rate_min"] for row in rows], [row["rate_max"] - row["rate"] for row in rows]]
+        style = dict(marker="o", color=COLOURS[cache], label=generate_tables.TITLES[cache])
+        speed.errorbar(places, rates, extremes, capsize=3, **style)
+        least = [min(row["kv_bytes"] for row in generate_tables.measured(result, tokens, (cache,))) for tokens in places]
+        size.plot(places, [num_bytes / 1e6 for num_bytes in least], **style)
+    speed.set_title("tokens a second, each cache in its faster dtype", loc="left", fontsize=10)
+    size.set_title("resident keys and values, MB, smaller dtype", loc="left", fontsize=10)
+    speed.set(ylim=(0, None))
+    size.set(ylim=(0, None))
+
+
+def draw_attend(result: dict, speed, size) -> None:
+    """Speed-up over the best dense call, and bytes packed and in bfloat16."""
+    models = list(dict.fromkeys(tuple(row["shape"][:-1]) for row in result["attend"]))
+    for index, model in enumerate(models):
+        rows = sorted((row for row in result["attend"] if tuple(row["shape"][:-1]) == model), key=lambda row: row["shape"])
+        places, name = [row["shape"][-1] for row in rows], "B {}, Hq {}, Hk {}, d {}".format(*model)
+        for isa, line in zip(result["isas"], ("-", "--", ":", "-.")):
+            ratios = [row["results"][isa]["ratio"] for row in rows]
+            speed.plot(places, ratios, line, marker="o", color=f"C{index}", label=f"{name}, {isa}")
+        for kinds, line in ((("packed_bytes", "exact_bytes"), "-"), (("dense_bytes",), ":")):
+            sizes = [sum(row[kind] for kind in kinds) / 1e6 for row in rows]
+            size.plot(places, sizes, line, marker="o", color=f"C{index}")
+    speed.axhline(1, color="#777777", linewidth=0.8)
+    speed.set_title("speed-up over the best dense attention", loc="left", fontsize=10)
+    size.set_title("keys and values of one layer, MB (dotted: bfloat16)", loc="left", fontsize=10)
+    speed.set(ylim=(0, None))
+    size.set(yscale="log")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="of the repository")
+    root = parser.parse_args(arguments).root
+    results = read(root)
+    for name, result in results.items():
+        draw(result, results_dir(root) / f"{name}.png")
+    for document in documents(root):
+        document.write_text(filled(document, results, root))
+
+
+if __name__ == "__main__":
+    main()
