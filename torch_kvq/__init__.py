@@ -9,6 +9,7 @@ from .attention import interface  # noqa: E402
 from .caches.isoquant import IsoQuantCache  # noqa: E402
 
 backends.native.load()
+backends.cuda.load()
 interface.register()
 
 __version__ = "0.1.0"
