@@ -267,16 +267,25 @@ struct PackedWarp {
   __device__ __forceinline__ void restrict_scores(float (&x)[BLOCK_LEN], uint32_t (&scale)[BLOCK_LEN / 2], int here,
                                                   int start, int stop, float softcap, const RowMask &mask) const {
 #pragma unroll
+    for (int t = 0; t < BLOCK_LEN; t++) x[t] = fmaf(x[t], row.factor, row.bias);
+    if (softcap > 0)
+#pragma unroll
+      for (int t = 0; t < BLOCK_LEN; t++) x[t] = soft_capped(x[t], softcap);
+    if (mask.data) {  // of a token beyond the last that of the last one is read
+      int last = stop - 1 - here;
+      const char *data = mask.data + here * mask.stride;
+      if (mask.boolean)
+#pragma unroll
+        for (int t = 0; t < BLOCK_LEN; t++) x[t] = data[min(t, last) * mask.stride] ? x[t] : -INFINITY;
+      else
+#pragma unroll
+        for (int t = 0; t < BLOCK_LEN; t++) x[t] = fmaf(*(const float *)(data + min(t, last) * mask.stride), LOG2E, x[t]);
+    }
+#pragma unroll
     for (int t = 0; t < BLOCK_LEN; t++) {
-      int token = here + t;
-      x[t] = fmaf(x[t], row.factor, row.bias);
-      if (softcap > 0) x[t] = soft_capped(x[t], softcap);
-      if (token < start || token >= stop) {
-        x[t] = -INFINITY;
-        scale[t / 2] &= t % 2 ? 0x0000FFFFu : 0xFFFF0000u;
-      } else if (mask.data) {
-        x[t] = mask.add(x[t], token);
-      }
+      bool in = here + t >= start && here + t < stop;
+      x[t] = in ? x[t] : -INFINITY;
+      scale[t / 2] &= in ? ~0u : t % 2 ? 0x0000FFFFu : 0xFFFF0000u;
     }
   }
 
