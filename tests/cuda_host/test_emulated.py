@@ -1,4 +1,4 @@
-"""attend, qk, pv, rotate and merge of the CUDA library on the CPU, by the emulator of this folder."""
+"""The ops of the CUDA library on the CPU, by the emulator of this folder."""
 
 import fcntl
 
@@ -6,10 +6,10 @@ import emulated_library
 import pytest
 import torch
 from cuda_host import attend_checks as checks
-from op_cases import CASES, fenced, relative_error
+from cuda_host import codec_checks
+from op_cases import CASES
 
-from torch_kvq.codecs.rotation import make_rotation
-from torch_kvq.ops import reference
+from torch_kvq.ops.schemas import SCALE_RULES
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,18 +75,21 @@ def test_output_rounds_once(ops, dtype):
 @pytest.mark.parametrize("kind", ["isoquant", "hadamard2", "dense"])
 @pytest.mark.parametrize("dim", [4, 80, 128, 512])
 def test_rotate(ops, dim, kind):
-    x, parts = torch.randn(3, 5, dim), make_rotation(kind, dim).tensors()
-    for inverse in (False, True):
-        out, _ = fenced(x.shape)
-        ops.rotate(x, *parts, inverse, out)
-        assert relative_error(out, reference.rotated(x, *parts, inverse)) <= 1e-5
+    codec_checks.check_rotate(ops, "cpu", dim, kind)
 
 
-def test_merge(ops):
-    outs, lses = torch.randn(3, 2, 4, 5, 80), 5 * torch.randn(3, 2, 4, 5)
-    lses[0, 0], lses[:, 1, 1] = -torch.inf, -torch.inf
-    expected, expected_lse = torch.empty(2, 4, 5, 80), torch.empty(2, 4, 5)
-    reference.merge(outs, lses, expected, expected_lse)
-    (out, _), (lse, _) = fenced(expected.shape), fenced(expected_lse.shape)
-    ops.merge(outs, lses, out, lse)
-    assert relative_error(out, expected) <= 1e-5 and torch.allclose(lse, expected_lse, rtol=1e-6, atol=1e-6)
+CODECS = [(64, "isoquant"), (128, "isoquant"), (256, "hadamard"), (80, "isoquant"), (12, "dense")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dim, kind", CODECS)
+def test_encode_and_decode(ops, dim, kind, along_tokens, dtype):
+    bits, rule = 2 + dim % 3, SCALE_RULES[dim // 4 % 4]
+    codec_checks.check_encode(ops, "cpu", dim, kind, bits, along_tokens, rule, dtype)
+    codec_checks.check_decode(ops, "cpu", dim, kind, bits, along_tokens, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merge(ops, dtype):
+    codec_checks.check_merge(ops, "cpu", dtype)
