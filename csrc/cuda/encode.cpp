@@ -16,7 +16,7 @@ bool aligned(const void *data, std::initializer_list<int64_t> strides, int64_t b
 bool fits(const Coding &c) {
   const Store &s = c.store;
   bool dim = s.dim == 64 || s.dim == 128 || s.dim == 256, rotation = s.rotation.rounds == 1 && !s.rotation.matrix;
-  if (c.start + c.tokens > INT32_MAX - BLOCK_LEN) return false;
+  if (c.start + c.tokens > INT32_MAX / 2) return false;
   if (!dim || !rotation || c.x.dtype == FLOAT32 || (c.along_tokens && (s.centre || s.balance))) return false;
   return aligned(c.x.data, {c.x.stride[0], c.x.stride[1], c.x.stride[2]}, 16, 2) &&
          aligned(s.sign, {s.sign_stride[0], s.sign_stride[1], s.sign_stride[2]}, 8, 4) &&

@@ -2,6 +2,7 @@
 // the codebook, and where things lie. All of it is in shared memory, because registers limit the kernel.
 #pragma once
 
+#include "mma.cuh"
 #include "pack.cuh"
 
 namespace kvq {
@@ -47,7 +48,8 @@ struct Head {
   uint4 right[VALUES ? PLACES : 2 * PLACES][WARP];
   float4 blocks[PLACES][4][4];              // [r][i][c]: row i of the block, times the unit and D^-1/2
   float4 shift[VALUES ? 1 : 2 * PLACES][4]; // [2r + n][c]: what the products make of the centre, negative, twice
-  float amplitude[DIM];                     // sign / balance, then over the unit
+  float amplitude[DIM];                     // sign / balance, then what it makes of the centre, negative, over the unit
+  uint32_t summands[DIM];                   // the amplitude over the unit as a sum of two 16-bit numbers
   Tree<BITS> tree;
   const char *x;
   uint32_t *planes[BITS];  // magnitude bits, then the sign
@@ -68,16 +70,16 @@ __device__ inline float unit_of(const float (&amplitude)[DIM]) {
   return __uint_as_float((uint32_t)(exponent < 1 ? 1 : exponent) << 23);
 }
 
-// The bits of x rounded to 16 bits; `x` becomes what was lost.
-__device__ inline uint32_t take_half(float &x, Dtype dtype) {
+// x as the sum of two 16-bit numbers, whose bits are the halves of the result; `x` becomes the sum.
+__device__ inline uint32_t split(float &x, Dtype dtype) {
   if (dtype == BFLOAT16) {
-    __nv_bfloat16 half = __float2bfloat16_rn(x);
-    x -= __bfloat162float(half);
-    return __bfloat16_as_ushort(half);
+    __nv_bfloat16 first = __float2bfloat16_rn(x), second = __float2bfloat16_rn(x - __bfloat162float(first));
+    x = __bfloat162float(first) + __bfloat162float(second);
+    return __bfloat16_as_ushort(first) | (uint32_t)__bfloat16_as_ushort(second) << 16;
   }
-  __half half = __float2half_rn(x);
-  x -= __half2float(half);
-  return __half_as_ushort(half);
+  __half first = __float2half_rn(x), second = __float2half_rn(x - __half2float(first));
+  x = __half2float(first) + __half2float(second);
+  return __half_as_ushort(first) | (uint32_t)__half_as_ushort(second) << 16;
 }
 
 // Element k of the 16 coordinates that one product mixes, those of all i and c.
@@ -85,33 +87,61 @@ template <int DIM>
 __device__ inline int coordinate(int r, int k) {
   return k / 8 * (DIM / 2) + 8 * r + k % 8;
 }
-__device__ inline float hadamard_sign(int k, int column) { return __popc(k & column) & 1 ? -1 : 1; }
+__device__ inline bool is_negative(int k, int column) { return __popc(k & column) & 1; }
 
 // Both registers of a fragment of the right factor at r, of its first and of its second summand.
 template <int DIM>
-__device__ inline uint4 fragment(const float (&amplitude)[DIM], Dtype dtype, int r, int lane, int column) {
-  uint32_t high[4], low[4];
+__device__ inline uint4 fragment(const uint32_t (&summands)[DIM], int r, int lane, int column) {
+  uint32_t x[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     int k = lane % 4 * 2 + j % 2 + j / 2 * 8;
-    float rest = amplitude[coordinate<DIM>(r, k)] * hadamard_sign(k, column);
-    high[j] = take_half(rest, dtype);
-    low[j] = take_half(rest, dtype);
+    x[j] = summands[coordinate<DIM>(r, k)] ^ (is_negative(k, column) ? 0x80008000 : 0);
   }
-  return make_uint4(high[0] | high[1] << 16, high[2] | high[3] << 16, low[0] | low[1] << 16, low[2] | low[3] << 16);
+  return make_uint4(permute_bytes(x[0], x[1], 0x5410), permute_bytes(x[2], x[3], 0x5410),
+                    permute_bytes(x[0], x[1], 0x7632), permute_bytes(x[2], x[3], 0x7632));
 }
 
-// What the products at r make of the centre in one column, negative.
+// What the products at r make of a vector in one column.
 template <int DIM>
-__device__ inline float shift_of(const float (&amplitude)[DIM], Dtype dtype, const float *centre, int r, int column) {
+__device__ inline float mixed(const float (&x)[DIM], int r, int column) {
   float sum = 0;
-  for (int k = 0; centre && k < 16; k++) {
-    int d = coordinate<DIM>(r, k);
-    float rest = amplitude[d];
-    take_half(rest, dtype), take_half(rest, dtype);
-    sum = fmaf((amplitude[d] - rest) * hadamard_sign(k, column), centre[d], sum);
+#pragma unroll
+  for (int k = 0; k < 16; k++) {
+    float v = x[coordinate<DIM>(r, k)];
+    sum += is_negative(k, column) ? -v : v;
   }
-  return -sum;
+  return sum;
+}
+
+// The factors and what the centre becomes, from the amplitudes; the unit is what they were divided by.
+template <int DIM, int BITS, bool VALUES>
+__device__ inline float fill_factors(const float *centre, Head<DIM, BITS, VALUES> &head) {
+  constexpr int PLACES = DIM / 16, THREADS = WARPS<DIM> * WARP;
+  int thread = threadIdx.x;
+  float unit = unit_of(head.amplitude), inverse = 1 / unit;
+  __syncthreads();
+  for (int d = thread; d < DIM; d += THREADS) {
+    float x = head.amplitude[d] * inverse;
+    head.summands[d] = split(x, head.dtype);
+    head.amplitude[d] = centre ? -x * centre[d] : 0;
+  }
+  __syncthreads();
+  for (int e = thread; e < PLACES * 2 * WARP; e += THREADS) {
+    // Column 2c + j of product n is i = 2n + j: bits 0 and 1 of the number of the column, those of c above.
+    int lane = e % WARP, n = e / WARP % 2, r = e / WARP / 2, column = lane / 8 * 4 + 2 * n + lane / 4 % 2;
+    uint4 b = fragment(head.summands, r, lane, column);
+    if (VALUES)
+      ((uint2 *)&head.right[r][lane])[n] = make_uint2(b.x, b.y);
+    else
+      head.right[2 * r + n][lane] = b;
+  }
+  for (int e = thread; !VALUES && e < DIM; e += THREADS) {
+    int j = e % 2, c = e / 2 % 4, n = e / 8 % 2, r = e / 16;
+    float *shift = (float *)&head.shift[2 * r + n][c];
+    shift[j] = shift[j + 2] = mixed(head.amplitude, r, 4 * c + 2 * n + j);
+  }
+  return unit;
 }
 
 // By all threads of a block; ends with a barrier.
@@ -119,7 +149,7 @@ template <int DIM, int BITS, bool VALUES>
 __device__ inline void fill(const Coding &coding, int64_t batch, int64_t index, Head<DIM, BITS, VALUES> &head) {
   constexpr int PLACES = DIM / 16, THREADS = WARPS<DIM> * WARP;
   const Store &s = coding.store;
-  const float *centre = centre_at(s, batch, index), *balance = balance_at(s, batch, index), *blocks = s.rotation.blocks;
+  const float *balance = balance_at(s, batch, index), *blocks = s.rotation.blocks;
   int thread = threadIdx.x;
   if (thread < Tree<BITS>::NODES) head.tree.fill(s.level_data, thread);
   if (thread < BITS) head.planes[thread] = plane_at(s, batch, index, 0, thread);
@@ -132,29 +162,13 @@ __device__ inline void fill(const Coding &coding, int64_t batch, int64_t index, 
   for (int d = thread; d < DIM; d += THREADS)
     head.amplitude[d] = balance ? __fdividef(s.rotation.signs[d], balance[d]) : s.rotation.signs[d];
   __syncthreads();
-  float unit = unit_of(head.amplitude), inverse = 1 / unit, by = unit * inverse_root<DIM>();
-  __syncthreads();
-  for (int d = thread; d < DIM; d += THREADS) head.amplitude[d] *= inverse;
-  __syncthreads();
-  for (int e = thread; e < PLACES * 2 * WARP; e += THREADS) {
-    // Column 2c + j of product n is i = 2n + j: bits 0 and 1 of the number of the column, those of c above.
-    int lane = e % WARP, n = e / WARP % 2, r = e / WARP / 2, column = lane / 8 * 4 + 2 * n + lane / 4 % 2;
-    uint4 b = fragment(head.amplitude, coding.x.dtype, r, lane, column);
-    if (VALUES)
-      ((uint2 *)&head.right[r][lane])[n] = make_uint2(b.x, b.y);
-    else
-      head.right[2 * r + n][lane] = b;
-  }
+  float by = fill_factors(centre_at(s, batch, index), head) * inverse_root<DIM>();
   for (int e = thread; e < PLACES * 16; e += THREADS) {
     int c = e % 4, i = e / 4 % 4, r = e / 16;
     const float *row = blocks + (coordinate<DIM>(r, 8 * (c / 2)) + 4 * (c % 2)) * 4 + 4 * i;
     float4 identity = make_float4(i == 0, i == 1, i == 2, i == 3);
-    float4 block = blocks ? make_float4(row[0], row[1], row[2], row[3]) : identity;
+    float4 block = blocks ? *(const float4 *)row : identity;
     head.blocks[r][i][c] = make_float4(by * block.x, by * block.y, by * block.z, by * block.w);
-  }
-  for (int e = thread; !VALUES && e < 2 * DIM; e += THREADS) {
-    int j = e % 2, c = e / 4 % 4, n = e / 16 % 2, r = e / 32;  // element e % 4 of a float4, of which two are alike
-    ((float *)head.shift)[e] = shift_of(head.amplitude, coding.x.dtype, centre, r, 4 * c + 2 * n + j);
   }
   __syncthreads();
 }

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "encode_head.cuh"
-#include "mma.cuh"
 #include "tiles_asm.cuh"
 
 namespace kvq {
