@@ -86,8 +86,15 @@ CODECS = [(64, "isoquant"), (128, "isoquant"), (256, "hadamard"), (80, "isoquant
 @pytest.mark.parametrize("dim, kind", CODECS)
 def test_encode_and_decode(ops, dim, kind, along_tokens, dtype):
     bits, rule = 2 + dim % 3, SCALE_RULES[dim // 4 % 4]
-    codec_checks.check_encode(ops, "cpu", dim, kind, bits, along_tokens, rule, dtype)
+    for plain in (False, True):  # tensor cores take values without centre and balance
+        codec_checks.check_encode(ops, "cpu", dim, kind, bits, along_tokens, rule, dtype, plain)
     codec_checks.check_decode(ops, "cpu", dim, kind, bits, along_tokens, dtype)
+
+
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_encode_of_odd_vectors(ops, dim, along_tokens):
+    codec_checks.check_encode_of_odd_vectors(ops, "cpu", dim, along_tokens, "unbiased", torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
