@@ -1,5 +1,5 @@
-// Tensors to the plain structs of structs.h, with checks that name the argument, the rule and the value. Compiled once a
-// device: with KVQ_CUDA every tensor of a call must be on the CUDA device of expect_device, without on the CPU.
+// Tensors to the plain structs of structs.h, with checks that name the argument, the rule and the value. Compiled once
+// a device: with KVQ_CUDA every tensor of a call must be on the CUDA device of expect_device, without on the CPU.
 #pragma once
 
 #include <initializer_list>

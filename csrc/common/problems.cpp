@@ -17,7 +17,8 @@ Vectors rotate_problem(const Tensor &x, const Tensor &signs, const Tensor &block
   KVQ_CHECK(x.stride(last) == 1 && out.stride(last) == 1, "x and out", "have a contiguous last dim",
             "strides that are not");
   v.inverse = inverse, v.count = x.numel() / v.rotation.dim, v.leading = (int)last;
-  for (int64_t i = 0; i < last; i++) v.size[i] = x.size(i), v.x_stride[i] = x.stride(i), v.out_stride[i] = out.stride(i);
+  for (int64_t i = 0; i < last; i++)
+    v.size[i] = x.size(i), v.x_stride[i] = x.stride(i), v.out_stride[i] = out.stride(i);
   v.x = (const char *)x.data_ptr(), v.out = (char *)out.data_ptr();
   return v;
 }

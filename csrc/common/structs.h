@@ -30,9 +30,9 @@ struct Store {
   int dim, bits;
   uint32_t *sign, *mag;
   uint16_t *scale;
-  int64_t sign_stride[3];   // batch, head, token or block
-  int64_t mag_stride[4];    // batch, head, token or block, plane
-  int64_t scale_stride[2];  // batch, head
+  int64_t sign_stride[3];         // batch, head, token or block
+  int64_t mag_stride[4];          // batch, head, token or block, plane
+  int64_t scale_stride[2];        // batch, head
   float levels[MAX_LEVELS];       // on the CPU only
   const float *level_data;        // the same, on the device
   const float *centre, *balance;  // [D] at [batch, head], null if absent

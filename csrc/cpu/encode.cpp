@@ -10,8 +10,8 @@ namespace {
 void encode(const Tensor &x, const Tensor &levels, const Tensor &centre, const Tensor &balance, const Tensor &signs,
             const Tensor &blocks, const Tensor &matrix, int64_t rule, bool along_tokens, int64_t start,
             const Tensor &sign, const Tensor &mag, const Tensor &scale) {
-  Coding c = encode_problem(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag,
-                            scale);
+  Coding c =
+      encode_problem(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag, scale);
   const Kernels &k = kernels();
   run_parallel(c.batch * c.heads * c.blocks, scratch_bytes(round_up(c.store.dim, TILE)), [&](int64_t i, char *scratch) {
     k.encode(c, i / c.blocks / c.heads, i / c.blocks % c.heads, i % c.blocks, scratch);

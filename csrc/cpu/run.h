@@ -24,8 +24,8 @@ void run_parallel(int64_t count, int64_t scratch, const Run &run) {
 // isa.cpp: the kernels in use. Only attend asks by the dtype of its query; all other work is done in float32.
 const Kernels &kernels(Dtype query = FLOAT32);
 
-// plan.cpp: the phases of attend, qk and pv: prepare (with queries), the tasks, finish (unless the tasks write the output
-// themselves).
+// plan.cpp: the phases of attend, qk and pv: prepare (with queries), the tasks, finish (unless the tasks write the
+// output themselves).
 void run_phases(const Kernels &k, const Attention &a, bool prepare, void (*task)(const Attention &, int64_t, char *),
                 bool finish);
 

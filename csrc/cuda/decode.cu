@@ -21,8 +21,7 @@ __device__ void load_values(const Coding &c, int64_t batch, int64_t head, int64_
   for (int d = lane; d < s.dim; d += WARP) {
     int code = 0;
     for (int p = 0; p < MAX_BITS; p++)
-      if (p < s.bits)
-        code |= (int)(c.along_tokens ? planes[p][d] >> t & 1 : planes[p][d / WORD_BITS] >> lane & 1) << p;
+      if (p < s.bits) code |= (int)(c.along_tokens ? planes[p][d] >> t & 1 : planes[p][d / WORD_BITS] >> lane & 1) << p;
     row[d] = scale * book.value(code, s.bits);
   }
 }

@@ -11,8 +11,8 @@ bool aligned(const void *data, std::initializer_list<int64_t> strides, int64_t b
   return good;
 }
 
-// Whether tensor cores have a kernel for the call: 16-bit vectors of 64, 128 or 256 coordinates, one mixing round, no dense
-// matrix, values without centre and balance, and rows that vector loads can read.
+// Whether tensor cores have a kernel for the call: 16-bit vectors of 64, 128 or 256 coordinates, one mixing round, no
+// dense matrix, values without centre and balance, and rows that vector loads can read.
 bool fits(const Coding &c) {
   const Store &s = c.store;
   bool dim = s.dim == 64 || s.dim == 128 || s.dim == 256, rotation = s.rotation.rounds == 1 && !s.rotation.matrix;
@@ -34,8 +34,8 @@ void encode(const Tensor &x, const Tensor &levels, const Tensor &centre, const T
             const Tensor &blocks, const Tensor &matrix, int64_t rule, bool along_tokens, int64_t start,
             const Tensor &sign, const Tensor &mag, const Tensor &scale) {
   Call call("x", x);
-  Coding c = encode_problem(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag,
-                            scale);
+  Coding c =
+      encode_problem(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag, scale);
   call.check_grid("x", c.batch * c.heads * c.blocks);
   if (!(c.batch * c.heads * c.blocks)) return;
   launch(c, call.num_multiprocessors(), call.stream());

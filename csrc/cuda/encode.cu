@@ -1,6 +1,6 @@
-// encode of any head dim, dtype and rotation. A CTA takes one block of 32 tokens of one head, on the grid of blocks of the
-// store, a warp one token at a time: the row is rotated in shared memory, quantised 32 coordinates at once, and votes make
-// its words in the order of keys. Values are transposed 32 x 32 bits before they are stored.
+// encode of any head dim, dtype and rotation. A CTA takes one block of 32 tokens of one head, on the grid of blocks of
+// the store, a warp one token at a time: the row is rotated in shared memory, quantised 32 coordinates at once, and
+// votes make its words in the order of keys. Values are transposed 32 x 32 bits before they are stored.
 #include "launch.h"
 #include "pack.cuh"
 #include "rotation.cuh"

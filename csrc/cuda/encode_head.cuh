@@ -1,5 +1,5 @@
-// What encode by tensor cores needs to know of one head: the factors of the products, the blocks, what the centre becomes,
-// the codebook, and where things lie. All of it is in shared memory, because registers limit the kernel.
+// What encode by tensor cores needs to know of one head: the factors of the products, the blocks, what the centre
+// becomes, the codebook, and where things lie. All of it is in shared memory, because registers limit the kernel.
 #pragma once
 
 #include "mma.cuh"
@@ -22,8 +22,8 @@ __device__ constexpr float inverse_root() {
   return DIM == 64 ? 0.125f : DIM == 128 ? 0.08838834764831845f : 0.0625f;
 }
 
-// The codebook as a tree, from the top bit of the magnitude down: node 2^depth - 1 + prefix has the edge that decides its
-// bit, and what the bit adds to the value and to its square.
+// The codebook as a tree, from the top bit of the magnitude down: node 2^depth - 1 + prefix has the edge that decides
+// its bit, and what the bit adds to the value and to its square.
 template <int BITS>
 struct Tree {
   static constexpr int NODES = (1 << (BITS - 1)) - 1;
@@ -46,10 +46,10 @@ struct Head {
   // Right factors of the products in the order of their fragments. Keys: [2r + n][lane], columns n, first and second
   // summand. Values: [r][lane], columns 0 and 1.
   uint4 right[VALUES ? PLACES : 2 * PLACES][WARP];
-  float4 blocks[PLACES][4][4];              // [r][i][c]: row i of the block, times the unit and D^-1/2
-  float4 shift[VALUES ? 1 : 2 * PLACES][4]; // [2r + n][c]: what the products make of the centre, negative, twice
-  float amplitude[DIM];                     // sign / balance, then what it makes of the centre, negative, over the unit
-  uint32_t summands[DIM];                   // the amplitude over the unit as a sum of two 16-bit numbers
+  float4 blocks[PLACES][4][4];               // [r][i][c]: row i of the block, times the unit and D^-1/2
+  float4 shift[VALUES ? 1 : 2 * PLACES][4];  // [2r + n][c]: what the products make of the centre, negative, twice
+  float amplitude[DIM];    // sign / balance, then what it makes of the centre, negative, over the unit
+  uint32_t summands[DIM];  // the amplitude over the unit as a sum of two 16-bit numbers
   Tree<BITS> tree;
   const char *x;
   uint32_t *planes[BITS];  // magnitude bits, then the sign

@@ -10,7 +10,10 @@ namespace halves {
 
 // Pairs of fields of F bits: the even field of either register, or the odd one.
 template <int F>
-constexpr uint32_t EVEN_FIELDS = F == 1 ? 0x55555555 : F == 2 ? 0x33333333 : F == 4 ? 0x0f0f0f0f : 0x00ff00ff;
+constexpr uint32_t EVEN_FIELDS = F == 1   ? 0x55555555
+                                 : F == 2 ? 0x33333333
+                                 : F == 4 ? 0x0f0f0f0f
+                                          : 0x00ff00ff;
 template <int F>
 __device__ __forceinline__ uint32_t pair_even(uint32_t first, uint32_t second) {
   return (first & EVEN_FIELDS<F>) | (second & EVEN_FIELDS<F>) << F;
@@ -104,8 +107,8 @@ struct Shared {
   uint4 rows[WARPS<DIM>][PART_LEN * ROW_SIZE<DIM>];
 };
 
-// Part i of those that a warp has from `block` on, the first of which is in the store's block first_block: 16 tokens, of
-// which those in `valid` are to be written, one bit each.
+// Part i of those that a warp has from `block` on, the first of which is in the store's block first_block: 16 tokens,
+// of which those in `valid` are to be written, one bit each.
 struct Part {
   int first;
   uint32_t valid;
@@ -116,8 +119,8 @@ struct Part {
   }
 };
 
-// Encodes part i, whose rows have been asked for, and asks for those of the next. Not inlined, as the compiler then would
-// keep the addresses of all that is read here in registers, which there are too few of.
+// Encodes part i, whose rows have been asked for, and asks for those of the next. Not inlined, as the compiler then
+// would keep the addresses of all that is read here in registers, which there are too few of.
 template <int DIM, int BITS, bool VALUES>
 __device__ __attribute__((noinline)) void encode_part(int first_block, int i) {
   extern __shared__ uint4 memory[];
@@ -143,8 +146,8 @@ __device__ __attribute__((noinline)) void encode_part(int first_block, int i) {
     store_keys<DIM, BITS>(head, part.first, part.valid, codes);
 }
 
-// A warp takes blocks_per_warp blocks of 32 tokens of one head in two parts each. Tokens that are not there cost time but
-// are neither read nor written.
+// A warp takes blocks_per_warp blocks of 32 tokens of one head in two parts each. Tokens that are not there cost time
+// but are neither read nor written.
 template <int DIM, int BITS, bool VALUES>
 __global__ void __launch_bounds__(WARPS<DIM> *WARP, DIM == 64 ? 5 : 4)
     encode(const __grid_constant__ Coding c, int ctas_per_head, int blocks_per_warp) {
@@ -180,9 +183,11 @@ void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
   int threads = WARPS<DIM> * WARP;
   static_assert(sizeof(Shared<DIM, BITS, true>) <= 48 << 10 && sizeof(Shared<DIM, BITS, false>) <= 48 << 10);
   if (c.along_tokens)
-    encode<DIM, BITS, true><<<grid, threads, sizeof(Shared<DIM, BITS, true>), stream>>>(c, ctas_per_head, blocks_per_warp);
+    encode<DIM, BITS, true>
+        <<<grid, threads, sizeof(Shared<DIM, BITS, true>), stream>>>(c, ctas_per_head, blocks_per_warp);
   else
-    encode<DIM, BITS, false><<<grid, threads, sizeof(Shared<DIM, BITS, false>), stream>>>(c, ctas_per_head, blocks_per_warp);
+    encode<DIM, BITS, false>
+        <<<grid, threads, sizeof(Shared<DIM, BITS, false>), stream>>>(c, ctas_per_head, blocks_per_warp);
 }
 
 template <int DIM>

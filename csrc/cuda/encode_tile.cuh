@@ -1,12 +1,12 @@
-// encode of bfloat16 and float16 by tensor cores, 16 tokens of one head by one warp. Lane 4g + c has tokens 2g + t, t = 0
-// and 1, and of each a quarter of the coordinates,
+// encode of bfloat16 and float16 by tensor cores, 16 tokens of one head by one warp. Lane 4g + c has tokens 2g + t, t =
+// 0 and 1, and of each a quarter of the coordinates,
 //   d = (c / 2) D/2 + 8r + 4 (c % 2) + i       r = 0 .. D/16 - 1, i = 0 .. 3
 // Mixing works on the bits of d. Those of c and i are mixed by an m16n8k16 product for each r, whose right factor holds
 // signs and balance too, as the sum of two 16-bit matrices (relative error 2^-17; values need one, which is exact). The
 // bits of r are mixed between registers, and so is a block of four.
 //
-// The count of instructions decides: 128 coordinates may take 140 of a warp if memory is to take half of the time. So there
-// are hardly any shuffles, comparisons feed the sums and the words alike, and squares are counted from the words.
+// The count of instructions decides: 128 coordinates may take 140 of a warp if memory is to take half of the time. So
+// there are hardly any shuffles, comparisons feed the sums and the words alike, and squares are counted from the words.
 #pragma once
 
 #include "encode_head.cuh"
@@ -20,8 +20,8 @@ namespace halves {
 template <int DIM>
 using Tile = float[DIM / 16][2][4];
 
-// Rows of the 16 tokens in shared memory, even tokens before odd ones, each 16 bytes longer than it need be: the eight that
-// a product reads at once then lie in different banks.
+// Rows of the 16 tokens in shared memory, even tokens before odd ones, each 16 bytes longer than it need be: the eight
+// that a product reads at once then lie in different banks.
 template <int DIM>
 constexpr int ROW_SIZE = DIM / 8 + 1;  // of uint4
 constexpr __device__ int row_of(int token) { return token % 2 * (PART_LEN / 2) + token / 2; }

@@ -1,5 +1,5 @@
-// Bit planes of a store and codes: where the words lie, the 32 x 32 bit transpose between the orders of keys and of values,
-// and the codebook.
+// Bit planes of a store and codes: where the words lie, the 32 x 32 bit transpose between the orders of keys and of
+// values, and the codebook.
 #pragma once
 
 #include "rows.cuh"
@@ -7,8 +7,8 @@
 namespace kvq {
 namespace cuda {
 
-// Words of magnitude bit `plane`, or of the sign if plane is bits - 1, so that plane p is bit p of the code; `at` is a token
-// of keys, a block of values.
+// Words of magnitude bit `plane`, or of the sign if plane is bits - 1, so that plane p is bit p of the code; `at` is a
+// token of keys, a block of values.
 __device__ inline uint32_t *plane_at(const Store &s, int64_t batch, int64_t head, int64_t at, int plane) {
   if (plane == s.bits - 1) return s.sign + batch * s.sign_stride[0] + head * s.sign_stride[1] + at * s.sign_stride[2];
   return s.mag + batch * s.mag_stride[0] + head * s.mag_stride[1] + at * s.mag_stride[2] + plane * s.mag_stride[3];
@@ -82,8 +82,8 @@ struct Codebook {
   }
 };
 
-// The one scale of a vector from |x|, its root mean square, <|x|, value> and |value|^2. 0 for a zero vector and for one with
-// a NaN.
+// The one scale of a vector from |x|, its root mean square, <|x|, value> and |value|^2. 0 for a zero vector and for one
+// with a NaN.
 __device__ inline float scale_of(int rule, float norm, float rms, float dot, float square) {
   const float eps = 1e-30f, largest = 65504;
   if (!(norm > 0)) return 0;

@@ -1,5 +1,5 @@
-// R x and R^T x of one vector of D floats in shared memory, by one warp. Any kind of rotation, any D that is a multiple of
-// 4 up to 512.
+// R x and R^T x of one vector of D floats in shared memory, by one warp. Any kind of rotation, any D that is a multiple
+// of 4 up to 512.
 //
 // A window of the Walsh-Hadamard transform is held in registers, element 32k + lane in v[k]: stages of 32 and more are
 // between registers, those below between lanes.
@@ -117,15 +117,14 @@ __device__ inline void apply_matrix(float *x, int dim, const float *matrix, floa
   __syncwarp();
 }
 
-// In place. `x` and `other`, used by dense rotations only, are D floats of shared memory of this warp, aligned to 16 bytes.
-// Every lane sees what the others wrote to x before and after.
+// In place. `x` and `other`, used by dense rotations only, are D floats of shared memory of this warp, aligned to 16
+// bytes. Every lane sees what the others wrote to x before and after.
 template <bool INVERSE>
 __device__ inline void rotate_row(const Rotation &r, float *x, float *other, int lane) {
   __syncwarp();
   if (INVERSE && r.matrix) apply_matrix<true>(x, r.dim, r.matrix, other, lane);
   if (INVERSE && r.blocks) apply_blocks<true>(x, r.dim, r.blocks, lane);
-  for (int i = 0; i < r.rounds; i++)
-    mix<INVERSE>(x, r.dim, r.signs + (INVERSE ? r.rounds - 1 - i : i) * r.dim, lane);
+  for (int i = 0; i < r.rounds; i++) mix<INVERSE>(x, r.dim, r.signs + (INVERSE ? r.rounds - 1 - i : i) * r.dim, lane);
   if (!INVERSE && r.blocks) apply_blocks<false>(x, r.dim, r.blocks, lane);
   if (!INVERSE && r.matrix) apply_matrix<false>(x, r.dim, r.matrix, other, lane);
 }
