@@ -181,13 +181,12 @@ void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
   int ctas_per_head = (int)ceil_div(c.blocks, WARPS<DIM> * blocks_per_warp);
   unsigned grid = (unsigned)(heads * ctas_per_head);
   int threads = WARPS<DIM> * WARP;
-  static_assert(sizeof(Shared<DIM, BITS, true>) <= 48 << 10 && sizeof(Shared<DIM, BITS, false>) <= 48 << 10);
+  constexpr int key_bytes = sizeof(Shared<DIM, BITS, false>), value_bytes = sizeof(Shared<DIM, BITS, true>);
+  static_assert(key_bytes <= 48 << 10 && value_bytes <= 48 << 10, "more needs an attribute of the kernel");
   if (c.along_tokens)
-    encode<DIM, BITS, true>
-        <<<grid, threads, sizeof(Shared<DIM, BITS, true>), stream>>>(c, ctas_per_head, blocks_per_warp);
+    encode<DIM, BITS, true><<<grid, threads, value_bytes, stream>>>(c, ctas_per_head, blocks_per_warp);
   else
-    encode<DIM, BITS, false>
-        <<<grid, threads, sizeof(Shared<DIM, BITS, false>), stream>>>(c, ctas_per_head, blocks_per_warp);
+    encode<DIM, BITS, false><<<grid, threads, key_bytes, stream>>>(c, ctas_per_head, blocks_per_warp);
 }
 
 template <int DIM>
