@@ -13,14 +13,17 @@ namespace {
 
 constexpr int WARPS = 4;
 
-// Halves of x [dim] over `unit`, zeros up to `pad`; coordinates at their places with `packed`. `low` may be null.
+// Halves of x [dim] over its unit, zeros up to `pad`; coordinates at their places with `packed`. Their low parts as
+// halves into `low` or as bytes into `low_bytes`, if not null.
 __device__ void write_row(const float *x, int dim, int pad, float factor, bool packed, __half *high, __half *low,
-                          int lane) {
+                          uint8_t *low_bytes, int lane) {
   for (int i = lane; i < pad; i += WARP) {
     int d = packed ? code_of(i) : i;
     float v = d < dim ? x[d] * factor : 0;
     high[i] = __float2half_rn(v);
-    if (low) low[i] = __float2half_rn(low_part(v));
+    __half rest = __float2half_rn(low_part(v));
+    if (low) low[i] = rest;
+    if (low_bytes) low_bytes[low_place(i)] = (uint8_t)((__half_as_ushort(rest) + 0x80) >> 8);
   }
 }
 
@@ -51,8 +54,8 @@ __global__ void __launch_bounds__(WARPS *WARP) prepare(const __grid_constant__ P
   if (plan.plain) {
     Unit unit = unit_of(largest(x, dim, lane));
     info.plain_unit = unit.unit;
-    __half *low = plan.plain_low ? plan.plain_low + flat * pad : nullptr;
-    write_row(x, dim, pad, unit.factor, false, plan.plain + flat * pad, low, lane);
+    __half *low = plan.precise ? (__half *)plan.plain_low + flat * pad : nullptr;
+    write_row(x, dim, pad, unit.factor, false, plan.plain + flat * pad, low, nullptr, lane);
     __syncwarp();
   }
   if (plan.rotated) {
@@ -64,7 +67,9 @@ __global__ void __launch_bounds__(WARPS *WARP) prepare(const __grid_constant__ P
     info.rotated_norm = sqrtf(warp_sum(square));
     Unit unit = unit_of(largest(x, dim, lane));
     info.rotated_unit = unit.unit;
-    write_row(x, dim, pad, unit.factor, true, plan.rotated + flat * pad, plan.rotated_low + flat * pad, lane);
+    __half *low = plan.precise ? (__half *)plan.rotated_low + flat * pad : nullptr;
+    uint8_t *low_bytes = plan.precise ? nullptr : (uint8_t *)plan.rotated_low + flat * pad;
+    write_row(x, dim, pad, unit.factor, true, plan.rotated + flat * pad, low, low_bytes, lane);
   }
   if (lane == 0) plan.info[flat] = info;
 }

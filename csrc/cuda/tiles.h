@@ -21,6 +21,9 @@ namespace tiles {
 __host__ __device__ constexpr int code_of(int place) { return (place & ~31) + 4 * (place & 7) + (place >> 3 & 3); }
 __host__ __device__ constexpr int place_of(int code) { return (code & ~31) + 8 * (code & 3) + (code >> 2 & 7); }
 
+// Where byte k of the low parts of a row lies: the four of 16 that a lane multiplies side by side.
+__host__ __device__ constexpr int low_place(int k) { return (k & ~15) + 4 * (k % 8 / 2) + k % 2 + 2 * (k / 8 % 2); }
+
 enum Mode { ATTEND, SCORES, SUMS };            // attend, qk, pv
 enum MaskKind : uint8_t { MIXED, ALL, NONE };  // of the rows and tokens of a tile: which are attended
 constexpr int MASK_QUERIES = 64;               // query tokens that share one kind
@@ -32,8 +35,10 @@ struct RowInfo {
 
 struct Plan {
   Attention a;
-  // [flat rows, query_pad]: R (q * balance) in places, and q as it is, both as a sum of two halves; null if not needed.
-  __half *rotated, *rotated_low, *plain, *plain_low;
+  // [flat rows, query_pad]: R (q * balance) in places, and q as it is; null if not needed. The low parts are what is
+  // left when they are rounded to halves: halves if precise, else those of the rotated alone, as upper bytes of halves.
+  __half *rotated, *plain;
+  void *rotated_low, *plain_low;
   int query_pad;  // D rounded up to 32
   RowInfo *info;  // [flat rows]
   // [mask_batches, mask_heads, mask_blocks, num_tiles] or null; packed tiles first. Sizes are 1 where the mask
@@ -42,7 +47,7 @@ struct Plan {
   int mask_batches, mask_heads, mask_blocks;
   float two_by_cap;  // 2 / softcap
   int tile_len, packed_tiles, num_tiles, split_tiles;
-  bool precise;                       // also the low parts of exact queries
+  bool precise;
   bool gapless_keys, gapless_values;  // words of a head lie side by side, aligned to 16 bytes
   bool quads_keys, quads_values;      // rows of exact tokens are aligned to four elements
 };
@@ -63,7 +68,8 @@ extern const Kernels attend_kernels_64, attend_kernels_128, attend_kernels_256, 
 extern const Kernels precise_kernels_128, precise_kernels_512, score_kernels, sum_kernels_128, sum_kernels_512;
 
 // tiles_plan.cpp
-const Kernel &choose_kernel(const Attention &a, Mode mode);
+// The kernel with the fewest rows a CTA that hold all, or with the most that fit the shared memory.
+const Kernel &choose_kernel(const Attention &a, Mode mode, int multiprocessors, int shared_bytes);
 // The plan of a problem and the bytes of scratch that place_scratch shares out.
 Plan make_plan(const Attention &a, const Kernel &kernel, Mode mode, int multiprocessors);
 int64_t place_scratch(Plan &plan, Mode mode, char *memory);

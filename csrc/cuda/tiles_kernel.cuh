@@ -14,9 +14,9 @@ namespace kvq {
 namespace cuda {
 namespace tiles {
 
-// Rounding a query to one half moves a logit by about 2e-4 of the standard deviation that keys of random directions
-// would give it, norm * scale. Above this bound its low part is multiplied too.
-constexpr float HALF_QUERY_BOUND = 2;
+// Rounding a query to one half moves a logit by 2e-4 of the standard deviation that keys of random directions would
+// give it, which is norm * scale. Above this bound, where outputs would be off by nearly 1e-3, its low part counts too.
+constexpr float HALF_QUERY_BOUND = 1.5f;
 
 template <class S, Mode MODE, bool PACKED>
 struct Worker {
@@ -24,10 +24,6 @@ struct Worker {
   const Attention &a;
   const Places &at;
   char *memory;
-  int b, h, row, rows;  // sequence, head, the CTA's first row within the head and their number
-  int flat, task;       // flat row of the first and index of the task
-  int tile, end;        // the first tile and the one after the last, packed and exact ones counted apart
-
   int lane, g, c, row_at, token_at, dim_at;  // lane = 4 g + c; the warp within the CTA
 
   template <class T>
@@ -38,19 +34,28 @@ struct Worker {
   __device__ __forceinline__ const Store &value_store() const { return shared_values() ? a.keys : a.values; }
   __device__ __forceinline__ int num_words() const { return plan.query_pad / WORD_BITS; }
 
+  __device__ __forceinline__ const Task &task() const { return *in<Task>(at.task); }
+
   __device__ __forceinline__ Worker(const Plan &plan, const Places &at, char *memory)
       : plan(plan), a(plan.a), at(at), memory(memory) {
+    locate();
+  }
+
+  static __device__ __forceinline__ Task task_of(const Plan &plan) {
+    const Attention &a = plan.a;
     int row_blocks = (int)a.row_blocks, blocks = (int)(a.batch * a.heads) * row_blocks,
         packed_splits = (int)a.packed_splits;
     int split = blockIdx.x / blocks, block = blockIdx.x % blocks, head = block / row_blocks;
-    b = head / (int)a.heads, h = head % (int)a.heads, task = block * (packed_splits + (int)a.exact_splits) + split;
-    row = block % row_blocks * (int)a.row_block;
-    rows = min((int)a.row_block, (int)a.rows - row), flat = head * (int)a.rows + row;
+    Task t;
+    t.b = head / (int)a.heads, t.h = head % (int)a.heads,
+    t.index = block * (packed_splits + (int)a.exact_splits) + split;
+    t.row = block % row_blocks * (int)a.row_block;
+    t.rows = min((int)a.row_block, (int)a.rows - t.row), t.flat = head * (int)a.rows + t.row;
     int first = PACKED ? (int)a.start / S::TOKENS : 0,
         last = PACKED ? plan.packed_tiles : plan.num_tiles - plan.packed_tiles;
-    tile = first + (PACKED ? split : split - packed_splits) * plan.split_tiles;
-    end = tile + plan.split_tiles < last ? tile + plan.split_tiles : last;
-    locate();
+    t.tile = first + (PACKED ? split : split - packed_splits) * plan.split_tiles;
+    t.end = min(t.tile + plan.split_tiles, last);
+    return t;
   }
 
   // Once a tile, so that what follows from it need not stay in registers.
@@ -68,8 +73,11 @@ struct Worker {
     return {false, first, 0, (int)a.exact_len, (int)a.num_sinks, length};
   }
 
-  // Queries, row factors, offsets of rows and tables of the codebooks.
+  // The task, queries, row factors, offsets of rows and tables of the codebooks.
   __device__ __forceinline__ void set_up() const {
+    const Task task = task_of(plan);
+    int b = task.b, h = task.h, row = task.row, rows = task.rows, flat = task.flat;
+    if (threadIdx.x == 0) *in<Task>(at.task) = task;
     if (MODE != SUMS) {
       const __half *from = (PACKED ? plan.rotated : plan.plain) + (int64_t)flat * plan.query_pad;
       int pieces = plan.query_pad / 8;
@@ -80,6 +88,11 @@ struct Worker {
           copy_async<16>(to, from + (int64_t)r * plan.query_pad + k);
         else
           *(uint4 *)to = make_uint4(0, 0, 0, 0);
+      }
+      if (PACKED && !S::PRECISE) {
+        const char *low = (const char *)plan.rotated_low + (int64_t)flat * plan.query_pad;
+        for (int i = 16 * threadIdx.x; i < rows * plan.query_pad; i += 16 * S::THREADS)
+          copy_async<16>(in<char>(at.low) + i / plan.query_pad * at.low_pitch + i % plan.query_pad, low + i);
       }
     }
     float unit = MODE == ATTEND ? a.scale * LOG2_E : 1, step = PACKED && MODE != SUMS ? step_of(a.keys) : 1;
@@ -107,27 +120,27 @@ struct Worker {
     return kind_in(plan, *in<MaskBlocks>(at.mask_blocks), (PACKED ? 0 : plan.packed_tiles) + tile);
   }
 
-  // Lists the tiles from first to first + THREADS that any row attends to, those with a mask marked; returns their
-  // number.
-  __device__ __forceinline__ int list_tiles(int first) const {
+  // Lists the tiles from first to first + THREADS that any row attends to, those with a mask marked.
+  __device__ __forceinline__ void list_tiles(int first) const {
     __syncthreads();
-    int tile = first + threadIdx.x, warp = threadIdx.x / WARP;
-    MaskKind kind = tile < end ? kind_of(tile) : NONE;
+    int thread = opaque(threadIdx.x), tile = first + thread, warp = thread / WARP;
+    MaskKind kind = tile < task().end ? kind_of(tile) : NONE;
     unsigned wanted = __ballot_sync(ALL_LANES, kind != NONE);
     int *counts = in<int>(at.counts), before = 0, all = 0;
     counts[warp] = __popc(wanted);
     __syncthreads();
     for (int w = 0; w < S::THREADS / WARP; w++) before += w < warp ? counts[w] : 0, all += counts[w];
-    before += __popc(wanted & ((1u << (threadIdx.x % WARP)) - 1));
+    before += __popc(wanted & ((1u << (thread % WARP)) - 1));
     if (kind != NONE) in<int>(at.tiles)[before] = kind == MIXED ? ~tile : tile;
+    if (thread == 0) counts[S::THREADS / WARP] = all;
     __syncthreads();
-    return all;
   }
+  __device__ __forceinline__ int num_listed() const { return in<int>(at.counts)[S::THREADS / WARP]; }
 
   // Starts the copy of a tile's words; returns the scale of this thread's place: keys first, then values.
   __device__ __forceinline__ float copy_words(int tile) const {
     int first = tile * S::TOKENS, left = (int)a.length - first, count = left < S::TOKENS ? left : S::TOKENS;
-    int thread = opaque(threadIdx.x), b = opaque(this->b), h = opaque(this->h);
+    int thread = opaque(threadIdx.x), b = task().b, h = task().h;
     if (MODE != SUMS)
       Words(a.keys, b, h, num_words(), plan.gapless_keys)
           .template copy<S::THREADS>(first, count, S::TOKENS, in<uint32_t>(at.words), thread);
@@ -156,8 +169,8 @@ struct Worker {
   // Exact keys or their low parts.
   __device__ __forceinline__ void load_keys(int tile, bool low) const {
     int first = tile * S::TOKENS, left = (int)a.exact_len - first;
-    load_exact<S::TOKENS, S::THREADS>(a.exact_keys, b, h, first, left < S::TOKENS ? left : S::TOKENS, a.dim,
-                                      plan.query_pad, plan.quads_keys, low, in<__half>(at.keys), at.query_pitch,
+    load_exact<S::TOKENS, S::THREADS>(a.exact_keys, task().b, task().h, first, left < S::TOKENS ? left : S::TOKENS,
+                                      a.dim, plan.query_pad, plan.quads_keys, low, in<__half>(at.keys), at.query_pitch,
                                       in<float>(at.scales));
   }
   __device__ __forceinline__ void load_values(int tile, bool low) const {
@@ -166,9 +179,9 @@ struct Worker {
       return;
     }
     int first = tile * S::TOKENS, left = (int)a.exact_len - first;
-    load_exact<S::TOKENS, S::THREADS>(a.exact_values, b, h, first, left < S::TOKENS ? left : S::TOKENS, a.value_dim,
-                                      a.value_dim, plan.quads_values, low, in<__half>(at.values), at.exact_pitch,
-                                      in<float>(at.scales) + S::TOKENS);
+    load_exact<S::TOKENS, S::THREADS>(a.exact_values, task().b, task().h, first, left < S::TOKENS ? left : S::TOKENS,
+                                      a.value_dim, a.value_dim, plan.quads_values, low, in<__half>(at.values),
+                                      at.exact_pitch, in<float>(at.scales) + S::TOKENS);
   }
 
   // The largest magnitude; as integers, floats that are not negative have the same order.
@@ -180,14 +193,18 @@ struct Worker {
 
   using Scores = float[S::ROW_TILES][S::TOKEN_TILES][4];
 
-  __device__ __forceinline__ void add_high(Scores &x) const {
-    add_scores<S>(x, in<__half>(at.queries) + row_at * at.query_pitch, in<__half>(at.keys) + token_at * at.query_pitch,
-                  at.query_pitch, plan.query_pad, lane);
+  // Products with the queries in shared memory, and with LOW their low parts.
+  template <bool LOW>
+  __device__ __forceinline__ void add_products(Scores &x) const {
+    add_scores<S, LOW>(x, in<__half>(at.queries) + row_at * at.query_pitch, in<char>(at.low) + row_at * at.low_pitch,
+                       in<__half>(at.keys) + token_at * at.query_pitch, at.query_pitch, at.low_pitch, plan.query_pad,
+                       lane);
   }
-  __device__ __forceinline__ void add_low(Scores &x) const {
-    const __half *low = (PACKED ? plan.rotated_low : plan.plain_low) + (int64_t)(flat + row_at) * plan.query_pad;
-    add_low_scores<S>(x, low, rows - row_at, in<__half>(at.keys) + token_at * at.query_pitch, at.query_pitch,
-                      plan.query_pad, lane);
+  // Products with the low parts of PRECISE.
+  __device__ __forceinline__ void add_low_products(Scores &x) const {
+    const void *low = PACKED ? plan.rotated_low : plan.plain_low;
+    add_low_scores<S>(x, (const __half *)low + (int64_t)(task().flat + row_at) * plan.query_pad, task().rows - row_at,
+                      in<__half>(at.keys) + token_at * at.query_pitch, at.query_pitch, plan.query_pad, lane);
   }
 
   // weights [rows, tokens] of shared memory, tokens in order (scores) or in places (sums), to and from fragments.
@@ -206,7 +223,7 @@ struct Worker {
 #pragma unroll
         for (int i = 0; i < 4; i++) weight_at(m, n, i, true) = x[m][n][i];
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * S::TOKENS; i += S::THREADS) {
+    for (int i = threadIdx.x; i < task().rows * S::TOKENS; i += S::THREADS) {
       int r = i / S::TOKENS, token = tokens.first + i % S::TOKENS;
       if (!tokens.has(token)) continue;
       char *out = a.out.data + element_size(a.out.dtype) * in<int64_t>(at.offsets)[r];
@@ -218,18 +235,19 @@ struct Worker {
     for (int i = threadIdx.x; i < S::ROWS * S::TOKENS; i += S::THREADS) {
       int r = i / S::TOKENS, token = tokens.first + i % S::TOKENS;
       const char *p = a.p.data + element_size(a.p.dtype) * in<int64_t>(at.offsets)[r];
-      float weight = tokens.has(token) && r < rows ? load_element(p, a.p.dtype, tokens.column(token)) : 0;
+      float weight = tokens.has(token) && r < task().rows ? load_element(p, a.p.dtype, tokens.column(token)) : 0;
       int place = PACKED ? place_of(i % S::TOKENS) : i % S::TOKENS;
       in<float>(at.weights)[r * S::WEIGHT_PITCH + place] = weight;
     }
   }
 
   __device__ __forceinline__ void read_mask(const Tokens &tokens) const {
-    const int64_t *offsets = in<int64_t>(at.offsets);
+    const int64_t *offsets = in<int64_t>(at.offsets), step = a.mask.stride[3];
+    int thread = opaque(threadIdx.x);
     if (a.mask.boolean)
-      copy_mask<S, uint8_t>(a.mask, tokens, offsets, in<__half>(at.bias), opaque(threadIdx.x));
+      copy_mask<S>((const bool *)a.mask.data, step, tokens, offsets, in<uint32_t>(at.mask), thread);
     else
-      copy_mask<S, float>(a.mask, tokens, offsets, in<float>(at.bias), opaque(threadIdx.x));
+      copy_mask<S>((const float *)a.mask.data, step, tokens, offsets, in<float>(at.mask), thread);
   }
 
   // The weights of a tile whose scores `x` are complete, or of given weights.
@@ -240,8 +258,8 @@ struct Worker {
     if (MODE == ATTEND) {
       scale_scores<S>(x, in<float>(at.scales) + token_at, in<RowFactors>(at.factors) + row_at, g, c);
       if (a.softcap != 0) for_each(x, [&](float &logit) { logit = soft_cap(logit, a.softcap, plan.two_by_cap); });
-      if (mixed && a.mask.boolean) mask_scores<S>(x, in<__half>(at.bias) + row_at * S::mask_pitch(2) + token_at, g, c);
-      if (mixed && !a.mask.boolean) mask_scores<S>(x, in<float>(at.bias) + row_at * S::mask_pitch(4) + token_at, g, c);
+      if (mixed && a.mask.boolean) mask_scores<S>(x, in<uint32_t>(at.mask) + row_at * S::MASK_WORDS, token_at, g, c);
+      if (mixed && !a.mask.boolean) mask_scores<S>(x, in<float>(at.mask) + row_at * S::BIAS_PITCH, token_at, g, c);
       if (tokens.first < tokens.from || tokens.first + S::TOKENS > tokens.to) cut_scores<S>(x, tokens, token_at, c);
       weigh<S>(state, x, value_scales + token_at, most, c, weights);
     } else {
@@ -288,12 +306,12 @@ struct Worker {
     return tile < 0 ? ~tile : tile;
   }
 
-  // The `count` listed tiles.
-  __device__ __forceinline__ void run_packed(RowState<S> &state, int count) {
+  // The listed tiles.
+  __device__ __forceinline__ void run_packed(RowState<S> &state) {
     bool mixed, next_mixed;
-    float scale = count ? copy_words(listed(0, mixed)) : 0,
+    float scale = num_listed() ? copy_words(listed(0, mixed)) : 0,
           norm = MODE == ATTEND ? largest(in<float>(at.norms), S::ROWS) : 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0, count = num_listed(); i < count; i++) {
       wait_copies();
       __syncthreads();
       Tokens tokens = tokens_of(listed(i, mixed));
@@ -303,35 +321,41 @@ struct Worker {
       __syncthreads();
       if (i + 1 < count) scale = copy_words(listed(i + 1, next_mixed));
       locate();
-      Scores x = {};
-      if (MODE != SUMS) {
-        add_high(x);
-        if (S::PRECISE || norm * largest(in<float>(at.scales), S::TOKENS) > HALF_QUERY_BOUND) add_low(x);
+      Scores x;
+      for_each(x, [](float &score) { score = 0; });
+      if constexpr (S::PRECISE) {
+        if (MODE != SUMS) add_products<false>(x), add_low_products(x);
+      } else if (norm * largest(in<float>(at.scales), S::TOKENS) > HALF_QUERY_BOUND) {
+        add_products<true>(x);
+      } else {
+        add_products<false>(x);
       }
       if (MODE == SCORES) {
         write_scores(x, tokens);
         continue;
       }
       Weights<S> weights;
+      locate();
       weigh_tile(state, x, tokens, mixed, weights);
+      locate();
       add_packed_values(state, weights.high);
       if constexpr (S::PRECISE) add_packed_values(state, weights.low);
     }
   }
 
-  __device__ __forceinline__ void run_exact(RowState<S> &state, int count) {
-    for (int i = 0; i < count; i++) {
+  __device__ __forceinline__ void run_exact(RowState<S> &state) {
+    for (int i = 0, count = num_listed(); i < count; i++) {
       bool mixed;
       int tile = listed(i, mixed);
       Tokens tokens = tokens_of(tile);
-      locate();
-      Scores x = {};
       wait_copies();
       __syncthreads();
+      locate();
+      Scores x = {};
       if (S::PRECISE && MODE != SUMS) {
         load_keys(tile, true);
         __syncthreads();
-        add_high(x);
+        add_products<false>(x);
         __syncthreads();
       }
       if (MODE != SUMS) load_keys(tile, false);
@@ -339,14 +363,17 @@ struct Worker {
       if (MODE == SUMS) read_weights(tokens);
       if (mixed) read_mask(tokens);
       __syncthreads();
-      if (MODE != SUMS) add_high(x);
-      if (S::PRECISE && MODE != SUMS) add_low(x);
+      locate();
+      if (MODE != SUMS) add_products<false>(x);
+      if (S::PRECISE && MODE != SUMS) add_low_products(x);
       if (MODE == SCORES) {
         write_scores(x, tokens);
         continue;
       }
       Weights<S> weights;
+      locate();
       weigh_tile(state, x, tokens, mixed, weights);
+      locate();
       add_exact_values(state, weights.high);
       if constexpr (S::PRECISE) {
         add_exact_values(state, weights.low);
@@ -360,12 +387,12 @@ struct Worker {
 
   // All tiles, as many at a time as there are threads to list them.
   __device__ __forceinline__ void run(RowState<S> &state) {
-    for (int first = tile; first < end; first += S::THREADS) {
-      int count = list_tiles(first);
+    for (int first = task().tile; first < task().end; first += S::THREADS) {
+      list_tiles(first);
       if constexpr (PACKED)
-        run_packed(state, count);
+        run_packed(state);
       else
-        run_exact(state, count);
+        run_exact(state);
     }
   }
 };

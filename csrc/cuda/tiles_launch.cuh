@@ -13,6 +13,7 @@ __device__ __forceinline__ void write_part(const Worker<S, MODE, PACKED> &w, Row
   const Attention &a = w.a;
   float2 *states = w.template in<float2>(0);  // [TOKEN_WARPS, ROWS]: maximum, sum
   float *sums = w.template in<float>(w.at.sums);
+  const Task task = w.task();
   int part = w.token_at / S::WARP_TOKENS;
   wait_copies();  // of queries, if there was no tile
   __syncthreads();
@@ -48,19 +49,19 @@ __device__ __forceinline__ void write_part(const Worker<S, MODE, PACKED> &w, Row
     __syncthreads();
   }
   int dims = a.value_dim;
-  float *partial = a.partial + (int64_t)w.task * a.row_block * a.value_pad;
-  for (int i = threadIdx.x; i < w.rows * dims; i += S::THREADS) {
+  float *partial = a.partial + (int64_t)task.index * a.row_block * a.value_pad;
+  for (int i = threadIdx.x; i < task.rows * dims; i += S::THREADS) {
     int row = i / dims, d = i % dims;
     partial[row * a.value_pad + d] = sums[row * S::SUM_PITCH + (w.shared_values() && PACKED ? place_of(d) : d)];
   }
-  for (int row = threadIdx.x; row < w.rows; row += S::THREADS) {
+  for (int row = threadIdx.x; row < task.rows; row += S::THREADS) {
     float most = -INFINITY, sum = 0;
     for (int p = 0; p < S::TOKEN_WARPS; p++) most = fmaxf(most, states[p * S::ROWS + row].x);
     for (int p = 0; p < S::TOKEN_WARPS; p++) {
       float2 s = states[p * S::ROWS + row];
       sum += s.x == -INFINITY && s.y == 0 ? 0 : s.y * fast_exp2(s.x - (most == -INFINITY ? 0 : most));
     }
-    float *to = a.state + ((int64_t)w.task * a.row_block + row) * 2;
+    float *to = a.state + ((int64_t)task.index * a.row_block + row) * 2;
     to[0] = sum == sum ? most : sum, to[1] = sum;  // maxima skip NaN: not an empty row
   }
 }

@@ -1,6 +1,7 @@
 // Masks in the tiles: which tiles need one, its copy to shared memory, and what it does to logits.
 #pragma once
 
+#include "rows.cuh"
 #include "tiles_tokens.cuh"
 
 namespace kvq {
@@ -31,23 +32,32 @@ __device__ __forceinline__ MaskKind kind_in(const Plan &plan, const MaskBlocks &
   return none ? NONE : all ? ALL : MIXED;
 }
 
-// What an element of a mask adds to a logit.
-__device__ __forceinline__ __half bias_of(uint8_t attended) { return __float2half_rn(attended ? 0 : -INFINITY); }
-__device__ __forceinline__ float bias_of(float added) { return added * LOG2_E; }
-
-// The mask, of T, of a tile as biases [rows, places]; rows and tokens that do not count read others'.
-template <class S, class T, class Bias>
-__device__ __forceinline__ void copy_mask(const Mask &mask, const Tokens &tokens, const int64_t *offsets, Bias *bias,
-                                          int thread) {
-  int t = thread % S::TOKENS, place = tokens.packed ? place_of(t) : t;
-  int64_t column = tokens.column(tokens.clamped(tokens.first + t)) * mask.stride[3];
+// The mask of a tile, as bits [rows, places] of a bool one. Rows and tokens that do not count read others'.
+template <class S>
+__device__ __forceinline__ void copy_mask(const bool *mask, int64_t step, const Tokens &tokens, const int64_t *offsets,
+                                          uint32_t *bits, int thread) {
+  int lane = thread % WARP, warp = thread / WARP;
+#pragma unroll
+  for (int word = 0; word < S::MASK_WORDS; word++) {
+    int64_t column = tokens.column(tokens.clamped(tokens.token(32 * word + lane))) * step;
 #pragma unroll 8
-  for (int r = thread / S::TOKENS; r < S::ROWS; r += S::THREADS / S::TOKENS)
-    bias[r * S::mask_pitch(sizeof(Bias)) + place] = bias_of(((const T *)mask.data)[offsets[r] + column]);
+    for (int r = warp; r < S::ROWS; r += S::THREADS / WARP) {
+      uint32_t attended = __ballot_sync(ALL_LANES, mask[offsets[r] + column]);
+      if (lane == 0) bits[r * S::MASK_WORDS + word] = attended;
+    }
+  }
 }
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+// The same of a float32 mask, times log2(e).
+template <class S>
+__device__ __forceinline__ void copy_mask(const float *mask, int64_t step, const Tokens &tokens, const int64_t *offsets,
+                                          float *bias, int thread) {
+  int t = thread % S::TOKENS, place = tokens.packed ? place_of(t) : t;
+  int64_t column = tokens.column(tokens.clamped(tokens.first + t)) * step;
+#pragma unroll 8
+  for (int r = thread / S::TOKENS; r < S::ROWS; r += S::THREADS / S::TOKENS)
+    bias[r * S::BIAS_PITCH + place] = mask[offsets[r] + column] * LOG2_E;
+}
 
 // Logits of the tokens that do not count.
 template <class S>
@@ -65,17 +75,33 @@ __device__ __forceinline__ void cut_scores(float (&x)[S::ROW_TILES][S::TOKEN_TIL
     }
 }
 
-// Logits with the mask of the tile in shared memory, `bias` at the warp's first row and place; -inf hides a NaN.
-template <class S, class T>
-__device__ __forceinline__ void mask_scores(float (&x)[S::ROW_TILES][S::TOKEN_TILES][4], const T *bias, int g, int c) {
+// Logits with the mask of the tile in shared memory, at the warp's first row; `place` is the warp's first.
+template <class S>
+__device__ __forceinline__ void mask_scores(float (&x)[S::ROW_TILES][S::TOKEN_TILES][4], const uint32_t *bits,
+                                            int place, int g, int c) {
 #pragma unroll
   for (int m = 0; m < S::ROW_TILES; m++)
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int n = 0; n < S::TOKEN_TILES; n++) {
-        float by = to_float(bias[(16 * m + 8 * (i / 2) + g) * S::mask_pitch(sizeof(T)) + 8 * n + 2 * c + i % 2]);
-        x[m][n][i] = by == -INFINITY ? by : x[m][n][i] + by;
+        int at = place + 8 * n;
+        uint32_t attended = bits[(16 * m + 8 * i + g) * S::MASK_WORDS + at / 32] >> (at % 32 + 2 * c);
+        if (!(attended & 1)) x[m][n][2 * i] = -INFINITY;
+        if (!(attended & 2)) x[m][n][2 * i + 1] = -INFINITY;
+      }
+}
+template <class S>
+__device__ __forceinline__ void mask_scores(float (&x)[S::ROW_TILES][S::TOKEN_TILES][4], const float *bias, int place,
+                                            int g, int c) {
+#pragma unroll
+  for (int m = 0; m < S::ROW_TILES; m++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int n = 0; n < S::TOKEN_TILES; n++) {
+        float2 by = *(const float2 *)(bias + (16 * m + 8 * i + g) * S::BIAS_PITCH + place + 8 * n + 2 * c);
+        x[m][n][2 * i] += by.x, x[m][n][2 * i + 1] += by.y;
       }
 }
 

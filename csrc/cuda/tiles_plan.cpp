@@ -37,6 +37,19 @@ int64_t num_splits(int64_t blocks, int64_t tiles, int64_t slots, int64_t most) {
   return best;
 }
 
+const Kernels &kernels_for(const Attention &a, Mode mode) {
+  int width = a.shared ? (int)round_up(a.dim, WORD_BITS) : a.value_dim;
+  if (mode == SCORES) return score_kernels;
+  if (mode == SUMS) return width <= 128 ? sum_kernels_128 : sum_kernels_512;
+  bool precise = a.q.dtype == FLOAT32;
+  if (a.exact_len) precise |= a.exact_keys.dtype == FLOAT32 || (!a.shared && a.exact_values.dtype == FLOAT32);
+  if (precise) return width <= 128 ? precise_kernels_128 : precise_kernels_512;
+  return width <= 64    ? attend_kernels_64
+         : width <= 128 ? attend_kernels_128
+         : width <= 256 ? attend_kernels_256
+                        : attend_kernels_512;
+}
+
 template <class T>
 void take(T *&part, int64_t count, int64_t &offset, char *memory) {
   part = (T *)(memory + offset);
@@ -44,23 +57,6 @@ void take(T *&part, int64_t count, int64_t &offset, char *memory) {
 }
 
 }  // namespace
-
-const Kernel &choose_kernel(const Attention &a, Mode mode) {
-  int width = a.shared ? (int)round_up(a.dim, WORD_BITS) : a.value_dim;
-  const Kernels *kernels = &score_kernels;
-  if (mode == SUMS) kernels = width <= 128 ? &sum_kernels_128 : &sum_kernels_512;
-  bool precise = a.q.dtype == FLOAT32;
-  if (a.exact_len) precise |= a.exact_keys.dtype == FLOAT32 || (!a.shared && a.exact_values.dtype == FLOAT32);
-  if (mode == ATTEND && precise) kernels = width <= 128 ? &precise_kernels_128 : &precise_kernels_512;
-  if (mode == ATTEND && !precise)
-    kernels = width <= 64    ? &attend_kernels_64
-              : width <= 128 ? &attend_kernels_128
-              : width <= 256 ? &attend_kernels_256
-                             : &attend_kernels_512;
-  int i = 0;
-  while (i + 1 < kernels->count && kernels->first[i].rows < a.rows) i++;
-  return kernels->first[i];
-}
 
 Plan make_plan(const Attention &attention, const Kernel &kernel, Mode mode, int multiprocessors) {
   Plan plan{};
@@ -95,17 +91,31 @@ Plan make_plan(const Attention &attention, const Kernel &kernel, Mode mode, int 
   return plan;
 }
 
+const Kernel &choose_kernel(const Attention &a, Mode mode, int multiprocessors, int shared_bytes) {
+  const Kernels &kernels = kernels_for(a, mode);
+  int i = 0;
+  while (i + 1 < kernels.count && kernels.first[i].rows < a.rows) i++;
+  while (i > 0 && kernels.first[i].shared_bytes(make_plan(a, kernels.first[i], mode, multiprocessors)) > shared_bytes)
+    i--;
+  return kernels.first[i];
+}
+
 int64_t place_scratch(Plan &plan, Mode mode, char *memory) {
   Attention &a = plan.a;
   int64_t flat = a.batch * a.heads * a.rows, bytes = 0, halves = flat * plan.query_pad;
+  char *low = nullptr;
   bool rotated = mode != SUMS && a.packed_splits, plain = mode != SUMS && a.exact_splits;
   if (rotated) {
     take(plan.rotated, halves, bytes, memory);
-    take(plan.rotated_low, halves, bytes, memory);
+    take(low, plan.precise ? 2 * halves : halves, bytes, memory);
+    plan.rotated_low = low;
   }
   if (plain) {
     take(plan.plain, halves, bytes, memory);
-    if (plan.precise) take(plan.plain_low, halves, bytes, memory);
+    if (plan.precise) {
+      take(low, 2 * halves, bytes, memory);
+      plan.plain_low = low;
+    }
   }
   if (rotated || plain) take(plan.info, flat, bytes, memory);
   int64_t kinds = (int64_t)plan.mask_batches * plan.mask_heads * plan.mask_blocks * plan.num_tiles;

@@ -23,9 +23,11 @@ __device__ __forceinline__ void load_rows(uint32_t (&b)[4], const __half *x, int
   load_transposed(b, x + (k + (lane & 15)) * pitch + n + 8 * (lane >> 4));
 }
 
-template <class S>
+// Products of 16 dims: fragments of the queries, of their low parts with LOW, and keys of k .. k + 15.
+template <class S, bool LOW>
 __device__ __forceinline__ void multiply_keys(float (&x)[S::ROW_TILES][S::TOKEN_TILES][4],
-                                              const uint32_t (&a)[S::ROW_TILES][4], const __half *keys, int pitch,
+                                              const uint32_t (&a)[S::ROW_TILES][4],
+                                              const uint32_t (&low)[S::ROW_TILES][4], const __half *keys, int pitch,
                                               int k, int lane) {
 #pragma unroll
   for (int n = 0; n < S::TOKEN_TILES; n += 2) {
@@ -35,25 +37,39 @@ __device__ __forceinline__ void multiply_keys(float (&x)[S::ROW_TILES][S::TOKEN_
     for (int m = 0; m < S::ROW_TILES; m++) {
       mma_half<__half>(x[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
       mma_half<__half>(x[m][n + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+      if constexpr (LOW) {
+        mma_half<__half>(x[m][n], low[m][0], low[m][1], low[m][2], low[m][3], b[0], b[1]);
+        mma_half<__half>(x[m][n + 1], low[m][0], low[m][1], low[m][2], low[m][3], b[2], b[3]);
+      }
     }
   }
 }
 
-// `queries` and `keys` are at the first row and token of the warp.
-template <class S>
+// `queries`, their low parts `low` (the upper bytes of halves, at low_place) and `keys` are at the first row and token
+// of the warp.
+template <class S, bool LOW>
 __device__ __forceinline__ void add_scores(float (&x)[S::ROW_TILES][S::TOKEN_TILES][4], const __half *queries,
-                                           const __half *keys, int pitch, int pad, int lane) {
-#pragma unroll 2
+                                           const char *low, const __half *keys, int pitch, int low_pitch, int pad,
+                                           int lane) {
+#pragma unroll(LOW ? 1 : 2)
   for (int k = 0; k < pad; k += 16) {
-    uint32_t a[S::ROW_TILES][4];
+    uint32_t a[S::ROW_TILES][4], rest[S::ROW_TILES][4];
 #pragma unroll
-    for (int m = 0; m < S::ROW_TILES; m++)
+    for (int m = 0; m < S::ROW_TILES; m++) {
       load_straight(a[m], queries + (16 * m + (lane & 15)) * pitch + k + 8 * (lane >> 4));
-    multiply_keys<S>(x, a, keys, pitch, k, lane);
+      if constexpr (LOW)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          uint32_t bytes = *(const uint32_t *)(low + (16 * m + 8 * i + lane / 4) * low_pitch + k + 4 * (lane % 4));
+          rest[m][i] = permute_bytes(bytes, 0, 0x1404u), rest[m][2 + i] = permute_bytes(bytes, 0, 0x3424u);
+        }
+    }
+    multiply_keys<S, LOW>(x, a, rest, keys, pitch, k, lane);
   }
 }
 
-// The same with queries [rows left, pad] in global memory; rows beyond `left` repeat the last one.
+// The products with low parts that are whole halves, [rows left, pad] in global memory; rows beyond repeat the last
+// one.
 template <class S>
 __device__ __forceinline__ void add_low_scores(float (&x)[S::ROW_TILES][S::TOKEN_TILES][4], const __half *queries,
                                                int left, const __half *keys, int pitch, int pad, int lane) {
@@ -72,7 +88,7 @@ __device__ __forceinline__ void add_low_scores(float (&x)[S::ROW_TILES][S::TOKEN
     for (int m = 0; m < S::ROW_TILES; m++)
 #pragma unroll
       for (int i = 0; i < 4; i++) a[m][i] = __ldg(row[m][i % 2] + k / 2 + 4 * (i / 2));
-    multiply_keys<S>(x, a, keys, pitch, k, lane);
+    multiply_keys<S, false>(x, a, a, keys, pitch, k, lane);
   }
 }
 

@@ -28,14 +28,15 @@ void run_part(Plan &plan, const Kernel &kernel, Mode mode, char *memory, cudaStr
 void run(Call &call, const Attention &a, Mode mode) {
   if (a.batch * a.heads * a.rows == 0) return;
   int multiprocessors = call.num_multiprocessors();
-  const Kernel &kernel = choose_kernel(a, mode);
+  int shared_bytes = most_shared_bytes();
+  const Kernel &kernel = choose_kernel(a, mode, multiprocessors, shared_bytes);
   int64_t step = part_queries(a, kernel, mode, multiprocessors), last = a.queries % step ? a.queries % step : step;
   int64_t bytes = 0;
   for (int64_t count : {step, last}) {  // parts differ in length only
     Plan plan = make_plan(part_of(a, 0, count), kernel, mode, multiprocessors);
-    int needed = kernel.shared_bytes(plan), most = most_shared_bytes();
-    STD_TORCH_CHECK(needed <= most, "torch_kvq: head dims ", a.dim, " and ", a.value_dim, " need ", needed,
-                    " bytes of shared memory, this GPU has ", most);
+    int needed = kernel.shared_bytes(plan);
+    STD_TORCH_CHECK(needed <= shared_bytes, "torch_kvq: head dims ", a.dim, " and ", a.value_dim, " need ", needed,
+                    " bytes of shared memory, this GPU has ", shared_bytes);
     int64_t size = place_scratch(plan, mode, nullptr);
     bytes = size > bytes ? size : bytes;
   }

@@ -25,9 +25,15 @@ struct Shape {
                        STEPS = WARP_TOKENS / 16;        // of 8 columns; of 16 in the second product
   static constexpr int BLOCKS = THREADS > 128 ? 1 : 2;  // of a multiprocessor
   static constexpr int WEIGHT_PITCH = TOKENS + 4, SUM_PITCH = VALUE_DIMS + 4;  // of float32 rows
-  // Of the mask of a tile, in elements of that many bytes: halves if it is bool.
-  static __host__ __device__ constexpr int mask_pitch(int bytes) { return TOKENS + 16 / bytes; }
+  static constexpr int BIAS_PITCH = TOKENS + 4, MASK_WORDS = TOKENS / 32;      // a row of the mask: float32, or bits
   static_assert(WARP_TOKENS % 16 == 0 && WARP_DIMS % 16 == 0 && TOKENS % BLOCK_LEN == 0, "whole products");
+};
+
+// What a CTA does.
+struct Task {
+  int b, h, row, rows;  // sequence, head, the first row within the head and their number
+  int flat, index;      // flat row of the first; index of the task in the scratch
+  int tile, end;        // the first tile and the one after the last, packed and exact ones counted apart
 };
 
 // What a row of the CTA needs in every tile.
@@ -41,11 +47,11 @@ struct MaskBlocks {
   int members, from, count;
 };
 
-// Offsets in bytes and pitches in halves.
+// Offsets in bytes and pitches in halves, that of the queries' low parts in bytes.
 struct Places {
-  int query_pitch, value_pitch, exact_pitch;
-  int queries, keys, values, weights, bias, words, value_words, tables, scales, factors, norms, offsets, mask_blocks,
-      tiles, counts, sums, size;
+  int query_pitch, low_pitch, value_pitch, exact_pitch;
+  int queries, low, keys, values, weights, mask, words, value_words, tables, scales, factors, norms, offsets,
+      mask_blocks, task, tiles, counts, sums, size;
 };
 
 inline int take(int &offset, int64_t bytes) {
@@ -60,17 +66,18 @@ Places places_of(const Plan &plan) {
   Places at{};
   int end = 0, dims = (int)round_up(a.value_dim, 16), blocks = S::TOKENS / BLOCK_LEN;
   bool keys = MODE != SUMS, values = MODE != SCORES && !a.shared;
-  at.query_pitch = plan.query_pad + 8, at.value_pitch = S::TOKENS + 8, at.exact_pitch = dims + 8;
+  at.query_pitch = plan.query_pad + 8, at.low_pitch = plan.query_pad + 16;
+  at.value_pitch = S::TOKENS + 8, at.exact_pitch = dims + 8;
   if (keys) {
     at.queries = take(end, 2 * S::ROWS * at.query_pitch);
+    if (!S::PRECISE) at.low = take(end, S::ROWS * at.low_pitch);
     at.keys = take(end, 2 * S::TOKENS * at.query_pitch);
   }
   if (values) {
     int packed = dims * at.value_pitch, exact = S::TOKENS * at.exact_pitch;
     at.values = take(end, 2 * (packed > exact ? packed : exact));
   }
-  int element = a.mask.boolean ? 2 : 4;
-  if (a.mask.data) at.bias = take(end, element * S::ROWS * S::mask_pitch(element));
+  if (a.mask.data) at.mask = take(end, 4 * S::ROWS * (a.mask.boolean ? S::MASK_WORDS : S::BIAS_PITCH));
   if (MODE != ATTEND) at.weights = take(end, 4 * S::ROWS * S::WEIGHT_PITCH);
   if (keys) at.words = take(end, 4 * S::TOKENS * a.keys.bits * (plan.query_pad / WORD_BITS));
   if (values) at.value_words = take(end, 4 * blocks * a.values.bits * a.value_dim);
@@ -80,8 +87,9 @@ Places places_of(const Plan &plan) {
   at.norms = take(end, 4 * S::ROWS);
   at.offsets = take(end, 8 * S::ROWS);
   at.mask_blocks = take(end, sizeof(MaskBlocks));
+  at.task = take(end, sizeof(Task));
   at.tiles = take(end, 4 * S::THREADS);
-  at.counts = take(end, S::THREADS / 8);
+  at.counts = take(end, 4 * (S::THREADS / 32 + 1));
   at.sums = 8 * S::ROWS * S::TOKEN_WARPS;  // after the states of the warps; both take the place of all else at last
   int last = MODE == SCORES ? 0 : at.sums + 4 * S::ROWS * S::SUM_PITCH;
   at.size = end > last ? end : last;

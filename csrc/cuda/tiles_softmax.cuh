@@ -19,11 +19,11 @@ constexpr int WEIGHT_BITS = 12;
 template <class S>
 struct RowState {
   float top[S::ROW_TILES][2], sum[S::ROW_TILES][2];  // this lane's share of the sum
-  float unit, to_half;                               // 2^WEIGHT_BITS / unit
+  float unit;
   float sums[S::ROW_TILES][S::WARP_DIMS / 8][4];
 
   __device__ __forceinline__ void clear(float top_before) {
-    unit = to_half = 0;
+    unit = 0;
 #pragma unroll
     for (int m = 0; m < S::ROW_TILES; m++) {
       top[m][0] = top[m][1] = top_before, sum[m][0] = sum[m][1] = 0;
@@ -32,13 +32,17 @@ struct RowState {
     }
   }
 
+  // 2^WEIGHT_BITS / unit, 0 before there is a unit.
+  __device__ __forceinline__ float to_half() const {
+    return unit > 0 ? __uint_as_float(((254u + WEIGHT_BITS) << 23) - __float_as_uint(unit)) : 0;
+  }
+
   // The unit becomes a power of two of at least `most`; returns the factor of what was summed before.
   __device__ __forceinline__ float raise_unit(float most) {
     if (!(most > unit)) return 1;
     float before = unit;
-    int exponent = (__float_as_int(most) + 0x7fffff) >> 23;
-    unit = __int_as_float(exponent << 23), to_half = __int_as_float((254 + WEIGHT_BITS - exponent) << 23);
-    return before * (to_half / (1 << WEIGHT_BITS));
+    unit = __int_as_float((__float_as_int(most) + 0x7fffff) & ~0x7fffff);
+    return before * (to_half() / (1 << WEIGHT_BITS));
   }
 
   __device__ __forceinline__ void scale_sums(int m, int i, float by) {
@@ -94,7 +98,7 @@ __device__ __forceinline__ void scale_scores(float (&x)[S::ROW_TILES][S::TOKEN_T
 template <class S>
 __device__ __forceinline__ void weigh(RowState<S> &rows, float (&x)[S::ROW_TILES][S::TOKEN_TILES][4],
                                       const float *scales, float scale_most, int c, Weights<S> &weights) {
-  float unit_factor = rows.raise_unit(scale_most);
+  float unit_factor = rows.raise_unit(scale_most), to_half = rows.to_half();
   float base[S::ROW_TILES][2], keep[S::ROW_TILES][2];
   bool rises = unit_factor != 1;
 #pragma unroll
@@ -120,7 +124,7 @@ __device__ __forceinline__ void weigh(RowState<S> &rows, float (&x)[S::ROW_TILES
 #pragma unroll
   for (int n = 0; n < S::TOKEN_TILES; n++) {
     float2 scale = *(const float2 *)(scales + 8 * n + 2 * c);
-    scale.x *= rows.to_half, scale.y *= rows.to_half;
+    scale.x *= to_half, scale.y *= to_half;
 #pragma unroll
     for (int m = 0; m < S::ROW_TILES; m++)
 #pragma unroll
@@ -136,7 +140,7 @@ __device__ __forceinline__ void weigh(RowState<S> &rows, float (&x)[S::ROW_TILES
 template <class S>
 __device__ __forceinline__ void take_weights(RowState<S> &rows, float (&x)[S::ROW_TILES][S::TOKEN_TILES][4],
                                              const float *scales, float scale_most, int c, Weights<S> &weights) {
-  float unit_factor = rows.raise_unit(scale_most);
+  float unit_factor = rows.raise_unit(scale_most), to_half = rows.to_half();
 #pragma unroll
   for (int m = 0; m < S::ROW_TILES; m++)
 #pragma unroll
@@ -154,7 +158,7 @@ __device__ __forceinline__ void take_weights(RowState<S> &rows, float (&x)[S::RO
         float2 scale = *(const float2 *)(scales + 8 * n + 2 * c);
         float p = x[m][n][2 * i], next = x[m][n][2 * i + 1];
         rows.sum[m][i] += p + next;
-        weights.set(m, n, i, p * inverse * (scale.x * rows.to_half), next * inverse * (scale.y * rows.to_half));
+        weights.set(m, n, i, p * inverse * (scale.x * to_half), next * inverse * (scale.y * to_half));
       }
     }
 }

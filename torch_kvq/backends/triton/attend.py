@@ -64,8 +64,8 @@ def _softmax(x, offset, peak, total):
 def _packed(
     keys, values, query, rest, factor, bias, capped, mask, mask_rows, inside, batch, head, first, stop, start, length,
     num_sinks, WORDS: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, PRECISE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum, exponents and probabilities of packed tokens ``first .. stop`` of which those from ``start`` on are reached."""
     key_table = code_table(keys.levels, KEY_BITS)
@@ -85,7 +85,7 @@ def _packed(
         if not SHARED:
             codes, signs = value_codes(values, batch, head, now, length, VALUE_BITS, VALUE_DIM, VALUE_WIDTH, TOKENS)
         high = weights.to(tl.float16)
-        low = None if rest is None else (weights - high.to(tl.float32)).to(tl.float16)
+        low = (weights - high.to(tl.float32)).to(tl.float16) if PRECISE else None
         acc = dot_codes(codes, signs, value_table, high, low, acc * kept[None, :], VALUE_BITS, SHARED)
     return acc, peak, total
 
@@ -116,11 +116,11 @@ _SIZES = "all_rows heads group queries blocks start length exact_len num_sinks s
 
 @triton.jit(do_not_specialize=_SIZES)
 def _attend(
-    q, query, rest, factors, keys, values, exact_keys, exact_values, mask, partial, state, multiplier, capped, all_rows,
+    q, query, factors, keys, values, exact_keys, exact_values, mask, partial, state, multiplier, capped, all_rows,
     heads, group, queries, blocks, start, length, exact_len, num_sinks, split_len, packed_splits, exact_split_len,
     DIM: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    EXACT: tl.constexpr, STAGES: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, PRECISE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     batch, head, inside, index, query_head, token = row_block(tl.program_id(0), group, queries, heads, blocks, ROWS)
     split = tl.program_id(1)
@@ -129,14 +129,15 @@ def _attend(
         mask_rows = mask.data + batch * mask.batch + query_head * mask.head + token.to(tl.int64) * mask.query
     if split < packed_splits:
         first = start // 32 * 32 + split * split_len
-        high = load_query(query, index, inside, WIDTH)
-        low = None if rest is None else load_query(rest, index, inside, WIDTH)
+        high, low = load_query(query, all_rows, index, inside, WIDTH)
+        if SHARED and not PRECISE:
+            low = None
         factor = tl.load(factors + 2 * index, inside, 0.0)
         bias = tl.load(factors + 2 * index + 1, inside, 0.0)
         acc, peak, total = _packed(
             keys, values, high, low, factor, bias, capped, mask, mask_rows, inside, batch, head, first,
             min(first + split_len, length), start, length, num_sinks, WORDS, WIDTH, VALUE_DIM, VALUE_WIDTH, KEY_BITS,
-            VALUE_BITS, SHARED, ROWS, TOKENS, STAGES,
+            VALUE_BITS, SHARED, PRECISE, ROWS, TOKENS, STAGES,
         )  # fmt: skip
     else:
         first = (split - packed_splits) * exact_split_len
@@ -208,21 +209,22 @@ def _attend_part(
     batch, query_heads, queries, dim = q.data.shape
     heads, exact_len = exact_keys.data.shape[1:3]
     group, shared, device = query_heads // heads, values is keys, q.data.device
+    precise = q.data.dtype == torch.float32
     width, value_width = plan.padded(dim), plan.padded(values.dim)
-    kind = plan.kind(q.data.dtype == torch.float32, mask is not None, shared, max(width, value_width))
+    kind = plan.kind(precise, mask is not None, shared, max(width, value_width))
     packed_len = length - start // 32 * 32
     cut = plan.cut(device, batch * heads, group * queries, max(width, value_width), kind, packed_len, exact_len)
     multiplier, capped = (scale / softcap, softcap * LOG2E.value) if softcap else (scale * LOG2E.value, None)
-    query, rest, factors = prepare(q, keys, heads, multiplier)
-    total = query.shape[0]
+    query, factors = prepare(q, keys, heads, multiplier)
+    total = query.shape[1]
     partial, state = plan.scratch(cut, total, value_width, device)
     if partial.numel():
         _attend[(batch * heads * cut.blocks, partial.shape[0])](
-            q, query, rest, factors, keys.packed, values.packed, exact_keys, exact_values, mask, partial, state,
+            q, query, factors, keys.packed, values.packed, exact_keys, exact_values, mask, partial, state,
             multiplier, capped, total, heads, group, queries, cut.blocks, start, length, exact_len, num_sinks,
             cut.split_len, cut.packed_splits, cut.exact_split_len,
             DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, VALUE_DIM=values.dim, VALUE_WIDTH=value_width,
-            KEY_BITS=keys.bits, VALUE_BITS=values.bits, SHARED=shared, ROWS=cut.config.rows,
-            TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages, num_warps=cut.config.warps,
+            KEY_BITS=keys.bits, VALUE_BITS=values.bits, SHARED=shared, PRECISE=precise, ROWS=cut.config.rows,
+            TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages, **cut.config.options(),
         )  # fmt: skip
     finish(partial, state, cut.packed_splits, values, shared, heads, sinks, out, lse)

@@ -64,7 +64,8 @@ def require_floats(name: str, x: torch.Tensor) -> None:
 def require_inner(name: str, x: torch.Tensor, dims: int) -> None:
     """The last ``dims`` dims must be contiguous."""
     step = 1
-    for size, stride in zip(reversed(x.shape[-dims:]), reversed(x.stride()[-dims:])):
+    inner = slice(x.dim() - dims, None)
+    for size, stride in zip(reversed(x.shape[inner]), reversed(x.stride()[inner])):
         rule = "have a contiguous last dim" if dims == 1 else f"be contiguous in its last {dims} dims"
         require(stride == step or size == 1 or not x.numel(), name, rule, f"strides {x.stride()}")
         step *= size

@@ -10,6 +10,7 @@ from . import checks, plan
 from .checks import Dense
 from .rotation import CHUNK, add_product, options
 from .stores import Store, store_of
+from .tiles import word_strides
 
 _NORM, _MATCHED, _UNBIASED, _MSE = (tl.constexpr(SCALE_RULES.index(name)) for name in ("norm", "matched", "unbiased", "mse"))
 
@@ -68,22 +69,22 @@ def _quantised(x, levels, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.const
 
 
 @triton.jit
-def _store_keys(words, bits, token, inside, plane, DIM_WORDS: tl.constexpr, WIDTH: tl.constexpr):
-    """Bits ``[N, WIDTH]`` of one plane as words of 32 coordinates; ``plane`` words lie between tokens."""
+def _store_keys(words, bits, token, inside, unit, WORDS: tl.constexpr, WIDTH: tl.constexpr):
+    """Bits ``[N, WIDTH]`` of one plane as words of 32 coordinates; from a token to the next it is ``unit`` words."""
     shift = tl.arange(0, 32)[None, None, :]
     packed = tl.sum(tl.reshape(bits, (bits.shape[0], WIDTH // 32, 32)) << shift, 2)
     word = tl.arange(0, WIDTH // 32)[None, :]
-    tl.store(words + token[:, None] * plane + word, packed, inside[:, None] & (word < DIM_WORDS))
+    tl.store(words + token[:, None] * unit + word, packed, inside[:, None] & (word < WORDS))
 
 
 @triton.jit
-def _store_values(words, bits, first, start, stop, plane, DIM: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+def _store_values(words, bits, first, start, stop, unit, DIM: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
     """Bits ``[N, WIDTH]`` of one plane as words of 32 tokens from ``first`` on; tokens before ``start`` keep theirs."""
     shift = tl.arange(0, 32)[None, :, None]
     packed = tl.sum(tl.reshape(bits, (TOKENS // 32, 32, WIDTH)) << shift, 1)
     block = first // 32 + tl.arange(0, TOKENS // 32)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    place = words + block * plane + column
+    place = words + block * unit + column
     mask = (block * 32 < stop) & (column < DIM)
     begun = (block * 32 < start) & mask
     kept = tl.load(place, begun, 0) & ((1 << tl.where(begun, start % 32, 0)) - 1)
@@ -110,15 +111,16 @@ def _encode(
     tl.store(place, scale.to(tl.float16), inside)
     sign = packed.sign + batch * packed.sign_batch + head * packed.sign_head
     mag = packed.mag + batch * packed.mag_batch + head * packed.mag_head
+    sign_unit, mag_unit, plane = word_strides(packed, DIM if ALONG_TOKENS else WORDS, BITS)
     if ALONG_TOKENS:
-        _store_values(sign, negative, first, start, stop, DIM, DIM, WIDTH, TOKENS)
+        _store_values(sign, negative, first, start, stop, sign_unit, DIM, WIDTH, TOKENS)
         for p in tl.static_range(BITS - 1):
             bits = tl.where(inside[:, None], (magnitude >> p) & 1, 0)
-            _store_values(mag + p * DIM, bits, first, start, stop, (BITS - 1) * DIM, DIM, WIDTH, TOKENS)
+            _store_values(mag + p * plane, bits, first, start, stop, mag_unit, DIM, WIDTH, TOKENS)
     else:
-        _store_keys(sign, negative, token, inside, WORDS, WORDS, WIDTH)
+        _store_keys(sign, negative, token, inside, sign_unit, WORDS, WIDTH)
         for p in tl.static_range(BITS - 1):
-            _store_keys(mag + p * WORDS, (magnitude >> p) & 1, token, inside, (BITS - 1) * WORDS, WORDS, WIDTH)
+            _store_keys(mag + p * plane, (magnitude >> p) & 1, token, inside, mag_unit, WORDS, WIDTH)
 
 
 def encode(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag, scale) -> None:

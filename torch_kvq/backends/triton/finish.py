@@ -91,7 +91,7 @@ def _finish(
         sum_of_all = mass + exact_mass
         if sinks is not None:
             sum_of_all += tl.exp2(tl.load(sinks + query_head, inside, 0.0) * LOG2E - peak)
-        sum_of_all = tl.where(top == float("-inf"), 1.0, sum_of_all)  # nothing reached: 0 and -inf
+        sum_of_all = tl.where(sum_of_all == 0, 1.0, sum_of_all)  # nothing reached: 0 and -inf
         y /= sum_of_all[:, None]
         if tl.program_id(1) == 0:
             place = lse.data + batch * lse.batch + query_head * lse.head + token * lse.token

@@ -31,7 +31,7 @@ def _merge(
         part = tl.load(parts + tl.cast(piece, tl.int64) * outs_piece + column, column < DIM, 0.0)
         acc += part.to(tl.float32) * weight
         total += weight
-    total = tl.where(largest == float("-inf"), 1.0, total)  # nothing reached: 0 and -inf
+    total = tl.where(total == 0, 1.0, total)  # nothing reached: 0 and -inf
     acc /= total
     place = out.data + batch * out.batch + head * out.head + token * out.token
     tl.store(place + column, acc.to(out.data.dtype.element_ty), column < DIM)

@@ -19,7 +19,8 @@ _MAX_WAVES = 4
 
 
 class Config(NamedTuple):
-    """Rows, packed and exact tokens of one tile, warps, stages of the loop over tiles, programs that share an SM."""
+    """Rows, packed and exact tokens of one tile, warps, stages of the loop over tiles, programs that share an SM, and the
+    registers a thread may have for that, 0 for as many as it likes."""
 
     rows: int
     tokens: int
@@ -27,6 +28,12 @@ class Config(NamedTuple):
     warps: int
     stages: int
     shared: int
+    registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """Options of a launch."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, **limit}
 
 
 def padded(dim: int) -> int:
@@ -35,7 +42,7 @@ def padded(dim: int) -> int:
 
 
 # Padded head dim -> kind -> configurations for up to so many rows of a key head; the last one also serves more. Chosen in
-# the code compiled for sm_90: no registers spilt (a few dozen bytes at 512), then the fewest instructions a code.
+# the code compiled for sm_90: next to no spilt registers, then the fewest instructions a code.
 _CONFIGS = {
     64: {
         "plain": (Config(16, 128, 32, 4, 2, 4), Config(32, 128, 32, 4, 2, 3), Config(64, 64, 32, 4, 2, 2)),
@@ -43,7 +50,7 @@ _CONFIGS = {
         "precise": (Config(16, 64, 16, 4, 2, 3),),
     },
     128: {
-        "plain": (Config(16, 128, 32, 4, 2, 3), Config(32, 128, 32, 4, 2, 2), Config(64, 64, 32, 4, 2, 2)),
+        "plain": (Config(16, 128, 32, 4, 2, 3, 168), Config(32, 128, 32, 4, 2, 2), Config(64, 64, 32, 4, 2, 2)),
         "masked": (Config(16, 128, 32, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
         "precise": (Config(16, 64, 16, 4, 2, 2),),
     },

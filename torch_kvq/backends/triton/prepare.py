@@ -23,7 +23,7 @@ _SIZES = "total heads group queries".split()
 @triton.jit(do_not_specialize=_SIZES)
 def _prepare(
     q, keys, matrix, query, factors, multiplier, total, heads, group, queries,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, PRECISE: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     inside = index < total
@@ -49,26 +49,25 @@ def _prepare(
     place = query + index[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     rounded = acc.to(tl.float16)
     tl.store(place, rounded, inside[:, None])
-    if PRECISE:
-        tl.store(place + total.to(tl.int64) * WIDTH, (acc - rounded.to(tl.float32)).to(tl.float16), inside[:, None])
+    tl.store(place + total.to(tl.int64) * WIDTH, (acc - rounded.to(tl.float32)).to(tl.float16), inside[:, None])
     step = tl.load(keys.levels + LEVELS - 1) / TOP_STEPS
     tl.store(factors + 2 * index, largest * step * multiplier, inside)
     tl.store(factors + 2 * index + 1, bias * multiplier, inside)
 
 
-def prepare(q: Dense, keys: Store, heads: int, multiplier: float) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def prepare(q: Dense, keys: Store, heads: int, multiplier: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Prepares ``q [B, G * H, M, D]``.
 
     Returns:
-        ``query [B * Hq * M, WIDTH]`` float16, rows in units of their largest coordinate; what rounding left of it, for
-        float32 queries, else ``None``; ``factors [B * Hq * M, 2]`` float32: factor and addend of a row's scores.
+        ``query [2, B * Hq * M, WIDTH]`` float16: rows in units of their largest coordinate, and what rounding left of them,
+        without which large logits would be off; ``factors [B * Hq * M, 2]`` float32: factor and addend of a row's scores.
     """
     batch, query_heads, queries, dim = q.data.shape
-    total, width, precise = batch * query_heads * queries, padded(dim), q.data.dtype == torch.float32
-    query = torch.empty((2 if precise else 1, total, width), dtype=torch.float16, device=q.data.device)
+    total, width = batch * query_heads * queries, padded(dim)
+    query = torch.empty((2, total, width), dtype=torch.float16, device=q.data.device)
     factors = torch.empty((total, 2), dtype=torch.float32, device=q.data.device)
     _prepare[(triton.cdiv(total, _ROWS),)](
         q, keys.packed, keys.matrix, query, factors, multiplier, total, heads, query_heads // heads, queries,
-        DIM=dim, WIDTH=width, LEVELS=1 << (keys.bits - 1), PRECISE=precise, ROWS=_ROWS, **options(width),
+        DIM=dim, WIDTH=width, LEVELS=1 << (keys.bits - 1), ROWS=_ROWS, **options(width),
     )  # fmt: skip
-    return query[0], query[1] if precise else None, factors
+    return query, factors

@@ -100,6 +100,6 @@ def _pv_part(p: Dense, values: Store, exact_values: Dense, length: int, num_sink
             p, values.packed, exact_values, partial, state, total, heads, group, queries, cut.blocks, length, exact_len,
             num_sinks, cut.split_len, cut.packed_splits, cut.exact_split_len,
             DIM=dim, WIDTH=width, BITS=values.bits, PRECISE=precise, ROWS=cut.config.rows, TOKENS=cut.config.tokens,
-            EXACT=cut.config.exact, STAGES=cut.config.stages, num_warps=cut.config.warps,
+            EXACT=cut.config.exact, STAGES=cut.config.stages, **cut.config.options(),
         )  # fmt: skip
     finish(partial, state, cut.packed_splits, values, False, heads, None, out, None)

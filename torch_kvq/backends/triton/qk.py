@@ -20,12 +20,12 @@ def _store(out, rows, inside, columns, reached, scores):
 
 
 # Sizes that are not worth a compilation of their own.
-_SIZES = "heads group queries blocks length exact_len num_sinks split_len packed_splits exact_split_len".split()
+_SIZES = "all_rows heads group queries blocks length exact_len num_sinks split_len packed_splits exact_split_len".split()
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _qk(
-    q, query, rest, factors, keys, exact_keys, out, heads, group, queries, blocks, length, exact_len, num_sinks, split_len,
+    q, query, factors, keys, exact_keys, out, all_rows, heads, group, queries, blocks, length, exact_len, num_sinks, split_len,
     packed_splits, exact_split_len, DIM: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -33,8 +33,7 @@ def _qk(
     rows = out.data + batch * out.batch + query_head * out.head + token.to(tl.int64) * out.token
     split = tl.program_id(1)
     if split < packed_splits:
-        high = load_query(query, index, inside, WIDTH)
-        low = None if rest is None else load_query(rest, index, inside, WIDTH)
+        high, low = load_query(query, all_rows, index, inside, WIDTH)
         factor = tl.load(factors + 2 * index, inside, 0.0)
         bias = tl.load(factors + 2 * index + 1, inside, 0.0)
         table = code_table(keys.levels, BITS)
@@ -78,10 +77,10 @@ def _qk_part(q: Dense, keys: Store, exact_keys: Dense, length: int, num_sinks: i
     group, width = query_heads // heads, plan.padded(dim)
     kind = plan.kind(q.data.dtype == torch.float32, False, False, width)
     cut = plan.cut(q.data.device, batch * heads, group * queries, width, kind, length, exact_len)
-    query, rest, factors = prepare(q, keys, heads, 1.0)
+    query, factors = prepare(q, keys, heads, 1.0)
     _qk[(batch * heads * cut.blocks, cut.packed_splits + cut.exact_splits)](
-        q, query, rest, factors, keys.packed, exact_keys, out, heads, group, queries, cut.blocks, length, exact_len,
+        q, query, factors, keys.packed, exact_keys, out, query.shape[1], heads, group, queries, cut.blocks, length, exact_len,
         num_sinks, cut.split_len, cut.packed_splits, cut.exact_split_len,
         DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, BITS=keys.bits, ROWS=cut.config.rows,
-        TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages, num_warps=cut.config.warps,
+        TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages, **cut.config.options(),
     )  # fmt: skip

@@ -13,7 +13,11 @@ Rotation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Packed(NamedTuple):
-    """What kernels read of a store: data, and strides of batch and head. Absent parts are ``None``."""
+    """What kernels read of a store: data, and strides of batch and head. Absent parts are ``None``.
+
+    A unit is a token of keys or 32 tokens of values; strides of units and planes are ``None`` if the words are contiguous,
+    so that a kernel knows them when it is compiled.
+    """
 
     sign: torch.Tensor
     mag: torch.Tensor
@@ -31,6 +35,9 @@ class Packed(NamedTuple):
     centre_head: int
     balance_batch: int
     balance_head: int
+    sign_unit: int | None
+    mag_unit: int | None
+    mag_plane: int | None
 
 
 class Store(NamedTuple):
@@ -57,19 +64,23 @@ def store_of(
         require(tokens <= capacity, f"{name}.scale", f"have a capacity of at least {tokens}", scale)
     units, last = (capacity // BLOCK_LEN, dim) if along_tokens else (capacity, num_words(dim))
     planes = bits - 1
-    _require_part(f"{name}.sign", sign, torch.int32, (batch, heads, units, last), (last, 1), device)
-    _require_part(f"{name}.mag", mag, torch.int32, (batch, heads, units, planes, last), (planes * last, last, 1), device)
-    _require_part(f"{name}.scale", scale, torch.float16, (batch, heads, capacity), (1,), device)
-    _require_part(f"{name}.levels", levels, torch.float32, (1 << planes,), (1,), device)
+    _require_part(f"{name}.sign", sign, torch.int32, (batch, heads, units, last), device)
+    _require_part(f"{name}.mag", mag, torch.int32, (batch, heads, units, planes, last), device)
+    _require_part(f"{name}.scale", scale, torch.float16, (batch, heads, capacity), device)
+    _require_part(f"{name}.levels", levels, torch.float32, (1 << planes,), device)
     centre, *centre_strides = _per_head(f"{name}.centre", centre, (batch, heads, dim), device)
     balance, *balance_strides = _per_head(f"{name}.balance", balance, (batch, heads, dim), device)
-    strides = (*sign.stride()[:2], *mag.stride()[:2], *scale.stride()[:2], *centre_strides, *balance_strides)
+    sign_strides, mag_strides = sign.stride(), mag.stride()
+    gaps = (sign_strides[2], *mag_strides[2:4])
+    if gaps == (last, planes * last, last):
+        gaps = (None, None, None)
+    strides = (*sign_strides[:2], *mag_strides[:2], *scale.stride()[:2], *centre_strides, *balance_strides, *gaps)
     return Store(Packed(sign, mag, scale, levels, centre, balance, *strides), bits, dim, dense(rotation, dim, device))
 
 
-def _require_part(name: str, x: torch.Tensor, dtype, shape: tuple[int, ...], inner: tuple[int, ...], device) -> None:
-    if x.dtype != dtype or x.shape != shape or x.device != device or x.stride()[-len(inner) :] != inner:
-        require_whole(name, x, dtype, shape, len(inner), device)
+def _require_part(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if x.dtype != dtype or x.shape != shape or x.device != device or x.stride(-1) != 1:
+        require_whole(name, x, dtype, shape, 1, device)
 
 
 def _per_head(name: str, x: torch.Tensor, shape: tuple[int, int, int], device: torch.device):

@@ -37,6 +37,15 @@ def dot_codes(codes, signs, table, right, rest, acc, BITS: tl.constexpr, TRANSPO
 
 
 @triton.jit
+def word_strides(packed, LAST: tl.constexpr, BITS: tl.constexpr):
+    """Words from a unit of a store to the next in ``sign`` and in ``mag``, and from a plane to the next."""
+    sign = LAST if packed.sign_unit is None else packed.sign_unit
+    mag = (BITS - 1) * LAST if packed.mag_unit is None else packed.mag_unit
+    plane = LAST if packed.mag_plane is None else packed.mag_plane
+    return sign, mag, plane
+
+
+@triton.jit
 def key_codes(keys, batch, head, tokens, length, BITS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr):
     """Codes of keys ``tokens [N]``, as ``load_codes`` returns them: ``[N, WIDTH / 32, 4]``."""
     word = tl.arange(0, WIDTH // 32)[None, :]
@@ -44,7 +53,8 @@ def key_codes(keys, batch, head, tokens, length, BITS: tl.constexpr, WORDS: tl.c
     sign = keys.sign + batch * keys.sign_batch + head * keys.sign_head
     mag = keys.mag + batch * keys.mag_batch + head * keys.mag_head
     inside = (token < length) & (word < WORDS)
-    return load_codes(sign + token * WORDS + word, mag + token * ((BITS - 1) * WORDS) + word, WORDS, inside, BITS)
+    sign_unit, mag_unit, plane = word_strides(keys, WORDS, BITS)
+    return load_codes(sign + token * sign_unit + word, mag + token * mag_unit + word, plane, inside, BITS)
 
 
 @triton.jit
@@ -57,7 +67,8 @@ def value_codes(
     sign = values.sign + batch * values.sign_batch + head * values.sign_head
     mag = values.mag + batch * values.mag_batch + head * values.mag_head
     inside = (block * 32 < length) & (coordinate < DIM)
-    return load_codes(sign + block * DIM + coordinate, mag + block * ((BITS - 1) * DIM) + coordinate, DIM, inside, BITS)
+    sign_unit, mag_unit, plane = word_strides(values, DIM, BITS)
+    return load_codes(sign + block * sign_unit + coordinate, mag + block * mag_unit + coordinate, plane, inside, BITS)
 
 
 @triton.jit
@@ -68,9 +79,11 @@ def token_scales(store, batch, head, tokens, length):
 
 
 @triton.jit
-def load_query(query, index, inside, WIDTH: tl.constexpr):
-    """Rows of prepared queries ``[*, WIDTH]`` as ``[WIDTH, rows]``."""
-    return tl.load(query + index[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None], inside[None, :], 0.0)
+def load_query(query, total, index, inside, WIDTH: tl.constexpr):
+    """Both parts of prepared queries ``[2, total, WIDTH]`` as ``[WIDTH, rows]``."""
+    place = query + index[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
+    rest = place + total.to(tl.int64) * WIDTH
+    return tl.load(place, inside[None, :], 0.0), tl.load(rest, inside[None, :], 0.0)
 
 
 @triton.jit
