@@ -41,23 +41,6 @@ struct Worker {
     locate();
   }
 
-  static __device__ __forceinline__ Task task_of(const Plan &plan) {
-    const Attention &a = plan.a;
-    int row_blocks = (int)a.row_blocks, blocks = (int)(a.batch * a.heads) * row_blocks,
-        packed_splits = (int)a.packed_splits;
-    int split = blockIdx.x / blocks, block = blockIdx.x % blocks, head = block / row_blocks;
-    Task t;
-    t.b = head / (int)a.heads, t.h = head % (int)a.heads,
-    t.index = block * (packed_splits + (int)a.exact_splits) + split;
-    t.row = block % row_blocks * (int)a.row_block;
-    t.rows = min((int)a.row_block, (int)a.rows - t.row), t.flat = head * (int)a.rows + t.row;
-    int first = PACKED ? (int)a.start / S::TOKENS : 0,
-        last = PACKED ? plan.packed_tiles : plan.num_tiles - plan.packed_tiles;
-    t.tile = first + (PACKED ? split : split - packed_splits) * plan.split_tiles;
-    t.end = min(t.tile + plan.split_tiles, last);
-    return t;
-  }
-
   // Once a tile, so that what follows from it need not stay in registers.
   __device__ __forceinline__ void locate() {
     int thread = opaque(threadIdx.x), warp = thread / WARP;
@@ -75,7 +58,7 @@ struct Worker {
 
   // The task, queries, row factors, offsets of rows and tables of the codebooks.
   __device__ __forceinline__ void set_up() const {
-    const Task task = task_of(plan);
+    const Task task = task_of<S, PACKED>(plan);
     int b = task.b, h = task.h, row = task.row, rows = task.rows, flat = task.flat;
     if (threadIdx.x == 0) *in<Task>(at.task) = task;
     if (MODE != SUMS) {

@@ -77,7 +77,6 @@ __device__ __forceinline__ void work(const Plan &plan, const Places &at, char *m
   if constexpr (MODE != SCORES) write_part(worker, state);
 }
 
-// CTAs of packed splits come first, those of exact ones fill the gaps they leave.
 template <class S, Mode MODE>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     tiles_kernel(const __grid_constant__ Plan plan, const __grid_constant__ Places at) {

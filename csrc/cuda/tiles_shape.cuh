@@ -36,6 +36,24 @@ struct Task {
   int tile, end;        // the first tile and the one after the last, packed and exact ones counted apart
 };
 
+// CTAs of packed splits come first, those of exact ones fill the gaps they leave.
+template <class S, bool PACKED>
+__device__ __forceinline__ Task task_of(const Plan &plan) {
+  const Attention &a = plan.a;
+  int row_blocks = (int)a.row_blocks, blocks = (int)(a.batch * a.heads) * row_blocks,
+      packed_splits = (int)a.packed_splits;
+  int split = blockIdx.x / blocks, block = blockIdx.x % blocks, head = block / row_blocks;
+  Task t;
+  t.b = head / (int)a.heads, t.h = head % (int)a.heads, t.index = block * (packed_splits + (int)a.exact_splits) + split;
+  t.row = block % row_blocks * (int)a.row_block;
+  t.rows = min((int)a.row_block, (int)a.rows - t.row), t.flat = head * (int)a.rows + t.row;
+  int first = PACKED ? (int)a.start / S::TOKENS : 0,
+      last = PACKED ? plan.packed_tiles : plan.num_tiles - plan.packed_tiles;
+  t.tile = first + (PACKED ? split : split - packed_splits) * plan.split_tiles;
+  t.end = min(t.tile + plan.split_tiles, last);
+  return t;
+}
+
 // What a row of the CTA needs in every tile.
 struct RowFactors {
   float factor, bias;  // logit (times log2 e) = product * key scale * factor + bias
