@@ -33,7 +33,7 @@ __device__ float largest(const float *x, int dim, int lane) {
   return warp_max(most);
 }
 
-__global__ void __launch_bounds__(WARPS *WARP) prepare(const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(WARPS *WARP, 4) prepare(const __grid_constant__ Plan plan) {
   extern __shared__ float4 memory[];
   const Attention &a = plan.a;
   int lane = lane_id(), dim = a.dim, pad = plan.query_pad;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(WARPS *WARP) prepare(const __grid_constant__ P
     rotate_row<false>(a.keys.rotation, x, x + dim, lane);
     float square = 0;
     for (int d = lane; d < dim; d += WARP) square = fmaf(x[d], x[d], square);
-    info.rotated_norm = sqrtf(warp_sum(square));
+    info.rotated_square = warp_sum(square);
     Unit unit = unit_of(largest(x, dim, lane));
     info.rotated_unit = unit.unit;
     __half *low = plan.precise ? (__half *)plan.rotated_low + flat * pad : nullptr;

@@ -30,7 +30,7 @@ constexpr int MASK_QUERIES = 64;               // query tokens that share one ki
 
 // A prepared row: queries are stored over their units, powers of two that bring the largest coordinate to 128 .. 256.
 struct RowInfo {
-  float rotated_unit, bias, rotated_norm, plain_unit;  // bias q . centre, norm |R (q * balance)|
+  float rotated_unit, bias, rotated_square, plain_unit;  // bias q . centre, square |R (q * balance)|^2
 };
 
 struct Plan {

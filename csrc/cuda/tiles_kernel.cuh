@@ -15,8 +15,11 @@ namespace cuda {
 namespace tiles {
 
 // Rounding a query to one half moves a logit by 2e-4 of the standard deviation that keys of random directions would
-// give it, which is norm * scale. Above this bound, where outputs would be off by nearly 1e-3, its low part counts too.
+// give it: |R (q * balance)| * scale * key scale. Above this bound outputs might be off by 1e-3, so its low part counts
+// too.
 constexpr float HALF_QUERY_BOUND = 1.5f;
+
+__device__ __forceinline__ float square_of(float x) { return x * x; }
 
 template <class S, Mode MODE, bool PACKED>
 struct Worker {
@@ -86,7 +89,7 @@ struct Worker {
         RowInfo info = plan.info[flat + here];
         in<RowFactors>(at.factors)[r] = PACKED ? RowFactors{info.rotated_unit * step * unit, info.bias * unit}
                                                : RowFactors{info.plain_unit * unit, 0};
-        in<float>(at.norms)[r] = PACKED ? info.rotated_norm * fabsf(a.scale) : 0;
+        in<float>(at.squares)[r] = info.rotated_square * a.scale * a.scale;
       }
       const int64_t *stride = MODE == ATTEND ? a.mask.stride : MODE == SCORES ? a.out.stride : a.p.stride;
       in<int64_t>(at.offsets)[r] = b * stride[0] + (h * a.group + member) * stride[1] + query * stride[2];
@@ -293,7 +296,7 @@ struct Worker {
   __device__ __forceinline__ void run_packed(RowState<S> &state) {
     bool mixed, next_mixed;
     float scale = num_listed() ? copy_words(listed(0, mixed)) : 0,
-          norm = MODE == ATTEND ? largest(in<float>(at.norms), S::ROWS) : 0;
+          square = MODE == ATTEND ? largest(in<float>(at.squares), S::ROWS) : 0;
     for (int i = 0, count = num_listed(); i < count; i++) {
       wait_copies();
       __syncthreads();
@@ -308,7 +311,7 @@ struct Worker {
       for_each(x, [](float &score) { score = 0; });
       if constexpr (S::PRECISE) {
         if (MODE != SUMS) add_products<false>(x), add_low_products(x);
-      } else if (norm * largest(in<float>(at.scales), S::TOKENS) > HALF_QUERY_BOUND) {
+      } else if (square * square_of(largest(in<float>(at.scales), S::TOKENS)) > square_of(HALF_QUERY_BOUND)) {
         add_products<true>(x);
       } else {
         add_products<false>(x);

@@ -68,7 +68,7 @@ struct MaskBlocks {
 // Offsets in bytes and pitches in halves, that of the queries' low parts in bytes.
 struct Places {
   int query_pitch, low_pitch, value_pitch, exact_pitch;
-  int queries, low, keys, values, weights, mask, words, value_words, tables, scales, factors, norms, offsets,
+  int queries, low, keys, values, weights, mask, words, value_words, tables, scales, factors, squares, offsets,
       mask_blocks, task, tiles, counts, sums, size;
 };
 
@@ -102,7 +102,7 @@ Places places_of(const Plan &plan) {
   at.tables = take(end, 32);
   at.scales = take(end, 8 * S::TOKENS);  // of keys, then of values
   at.factors = take(end, sizeof(RowFactors) * S::ROWS);
-  at.norms = take(end, 4 * S::ROWS);
+  at.squares = take(end, 4 * S::ROWS);
   at.offsets = take(end, 8 * S::ROWS);
   at.mask_blocks = take(end, sizeof(MaskBlocks));
   at.task = take(end, sizeof(Task));
