@@ -7,7 +7,6 @@ The checks are those of the CUDA operators, of which the interpreter takes the s
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import re
 import subprocess
@@ -27,8 +26,8 @@ from torch_kvq.codecs.rotation import make_rotation
 from torch_kvq.ops import reference
 from torch_kvq.ops.schemas import NAMES, SCALE_RULES
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
+planes = pytest.importorskip("torch_kvq.backends.triton.planes")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -215,22 +214,14 @@ def test_attend_names_the_argument_and_the_rule(ops, message, name, change):
     assert (before == 7).all()
 
 
-def permute_bytes():
-    import triton
-    import triton.language as tl
-
-    from torch_kvq.backends.triton.planes import byte_permute
-
-    @triton.jit
-    def permute(low, high, selector, out, SIZE: tl.constexpr):
-        i = tl.arange(0, SIZE)
-        tl.store(out + i, byte_permute(tl.load(low + i), tl.load(high + i), tl.load(selector + i)))
-
-    return permute
+@triton.jit
+def permute(low, high, selector, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, planes.byte_permute(tl.load(low + i), tl.load(high + i), tl.load(selector + i)))
 
 
 @of_operators
-def test_bytes_are_permuted_as_the_instruction_does(ops):
+def test_bytes_are_permuted_as_the_instruction_does():
     """The interpreter has shifts and masks instead of the instruction; both are held to the same definition."""
     generator = torch.Generator().manual_seed(0)
     low, high, noise = torch.randint(-(2**31), 2**31, (3, 64), generator=generator).int()
@@ -239,7 +230,7 @@ def test_bytes_are_permuted_as_the_instruction_does(ops):
     index = torch.stack([selector >> shift & 7 for shift in (0, 4, 8, 12)], 1).long()
     expected = eight.gather(1, index).view(torch.int32)[:, 0]
     out = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    permute_bytes()[(1,)](*moved((low, high, selector), DEVICE), out, SIZE=64)
+    permute[(1,)](*moved((low, high, selector), DEVICE), out, SIZE=64)
     assert torch.equal(out.cpu(), expected)
 
 

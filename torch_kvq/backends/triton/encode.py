@@ -61,10 +61,10 @@ def _quantised(x, levels, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.const
     elif RULE == _MATCHED:
         scale = norm / tl.sqrt(square)
     elif RULE == _UNBIASED:
-        scale = norm * norm / tl.maximum(dot, 1e-30)
+        scale = norm * norm / tl.where(dot > 1e-30, dot, 1e-30)
     else:
         scale = dot / square
-    scale = tl.minimum(tl.where(norm > 0, scale, 0.0), 65504.0)
+    scale = tl.where(norm > 0, tl.where(scale < 65504.0, scale, 65504.0), 0.0)  # never NaN
     return tl.where(real, magnitude, 0), (unit < 0).to(tl.int32), scale
 
 
