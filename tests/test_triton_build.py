@@ -169,12 +169,13 @@ def test_a_rotation_is_made_once_and_again_when_it_changes():
 
 
 @pytest.mark.parametrize(
-    "tiles, blocks, slots", [(256, 64, 396), (64, 256, 396), (1024, 8, 396), (16, 8, 396), (1, 5, 4), (7, 1000, 4)]
+    "tiles, blocks, slots",
+    [(256, 64, 396), (64, 256, 396), (1024, 8, 396), (16, 8, 396), (1, 5, 4), (7, 1000, 4), (1, 2, 396), (0, 8, 396)],
 )
 def test_splits_cover_the_tokens_and_fill_the_device(tiles, blocks, slots):
     from torch_kvq.backends.triton import plan
 
     count, length = plan.splits(tiles, blocks, slots)
-    assert (count - 1) * length < tiles <= count * length
+    assert count * length >= tiles and (count - 1) * length < max(tiles, 1)
     programs = blocks * count
     assert count == tiles or programs >= 0.9 * slots * -(-programs // slots)

@@ -1,4 +1,10 @@
-"""Triton kernels: the twin of every operator for GPUs without compiled kernels. Nothing here imports triton by itself."""
+"""Triton kernels: the twin of every operator for GPUs without compiled kernels. Nothing here imports triton by itself.
+
+One file an operator, with its launcher: ``rotate encode decode attend qk pv merge``. ``checks`` and ``stores`` know the
+arguments, ``plan`` how the work is cut and the launch configurations, ``planes`` how words become operands of tensor cores,
+``rotation`` the product with a rotation, ``tiles`` what attend, qk and pv do to a tile, ``prepare`` and ``finish`` their first
+and last phase.
+"""
 
 import importlib
 import importlib.util

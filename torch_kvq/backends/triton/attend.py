@@ -211,7 +211,7 @@ def _attend_part(
     group, shared, device = query_heads // heads, values is keys, q.data.device
     precise = q.data.dtype == torch.float32
     width, value_width = plan.padded(dim), plan.padded(values.dim)
-    kind = plan.kind(precise, mask is not None, shared, max(width, value_width))
+    kind = plan.kind(device, precise, mask is not None, shared, max(width, value_width))
     packed_len = length - start // 32 * 32
     cut = plan.cut(device, batch * heads, group * queries, max(width, value_width), kind, packed_len, exact_len)
     multiplier, capped = (scale / softcap, softcap * LOG2E.value) if softcap else (scale * LOG2E.value, None)

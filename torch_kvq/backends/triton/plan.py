@@ -47,33 +47,41 @@ _CONFIGS = {
     64: {
         "plain": (Config(16, 128, 32, 4, 2, 4), Config(32, 128, 32, 4, 2, 3), Config(64, 64, 32, 4, 2, 2)),
         "masked": (Config(16, 128, 32, 4, 2, 2), Config(32, 64, 16, 4, 2, 2)),
-        "precise": (Config(16, 64, 16, 4, 2, 3),),
+        "frugal": (Config(16, 64, 16, 4, 2, 3),),
     },
     128: {
         "plain": (Config(16, 128, 32, 4, 2, 3, 168), Config(32, 128, 32, 4, 2, 2), Config(64, 64, 32, 4, 2, 2)),
         "masked": (Config(16, 128, 32, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
-        "precise": (Config(16, 64, 16, 4, 2, 2),),
+        "frugal": (Config(16, 64, 16, 4, 2, 2),),
     },
     256: {
         "plain": (Config(16, 64, 16, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
         "masked": (Config(16, 64, 16, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
-        "precise": (Config(16, 64, 16, 8, 2, 1),),
+        "frugal": (Config(16, 64, 16, 8, 2, 1),),
     },
     512: {
         "plain": (Config(16, 128, 16, 8, 2, 1),),
         "masked": (Config(16, 64, 16, 8, 2, 1),),
-        "precise": (Config(16, 32, 16, 8, 1, 1),),
+        "frugal": (Config(16, 32, 16, 8, 1, 1),),
         "shared": (Config(16, 32, 16, 8, 2, 1), Config(32, 32, 16, 8, 2, 1)),
     },
 }
 
 
-def kind(precise: bool, masked: bool, shared: bool, width: int) -> str:
-    """What decides the registers: float32 queries, a mask, or wide keys that are the values."""
+@functools.cache
+def _has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may have the 200 KB that the wide configurations take: from Hopper on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def kind(device: torch.device, precise: bool, masked: bool, shared: bool, width: int) -> str:
+    """What decides registers and shared memory: float32 queries, a mask, wide keys that are the values, the device."""
     if precise:
-        return "precise"
+        return "frugal"
     if shared and width == 512:
         return "shared"
+    if width >= 256 and not _has_large_shared_memory(device):
+        return "frugal"
     return "masked" if masked else "plain"
 
 
@@ -103,7 +111,7 @@ def splits(tiles: int, blocks: int, slots: int) -> tuple[int, int]:
         count = -(-tiles // length)
         passes = -(-blocks * count // slots)
         use = tiles * blocks / max(1, passes * slots * length)
-        if use > best_use + 0.05:
+        if waves == 1 or use > best_use + 0.05:
             best, best_use = (count, length), use
     return best
 

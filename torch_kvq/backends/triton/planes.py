@@ -14,10 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ...layout import TOP_LEVEL
+
 # Inline assembly exists on NVIDIA GPUs only, not in the interpreter; elsewhere the same permutation in shifts and masks.
 _HAS_PRMT = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
-TOP_STEPS = tl.constexpr(126.5)
+TOP_STEPS = tl.constexpr(TOP_LEVEL)
 _NIBBLES = tl.constexpr(0x11111111)
 _SIGN_BYTES = tl.constexpr(0x8000)  # high bytes of a float16 with the sign off and on
 

@@ -91,7 +91,7 @@ def _pv_part(p: Dense, values: Store, exact_values: Dense, length: int, num_sink
     batch, query_heads, queries = p.data.shape[:3]
     heads, exact_len, dim = exact_values.data.shape[1:]
     group, width, precise = query_heads // heads, plan.padded(dim), p.data.dtype == torch.float32
-    kind = plan.kind(precise, False, False, width)
+    kind = plan.kind(p.data.device, precise, False, False, width)
     cut = plan.cut(p.data.device, batch * heads, group * queries, width, kind, length, exact_len)
     total = batch * query_heads * queries
     partial, state = plan.scratch(cut, total, width, p.data.device)

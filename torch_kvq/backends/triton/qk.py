@@ -75,7 +75,7 @@ def _qk_part(q: Dense, keys: Store, exact_keys: Dense, length: int, num_sinks: i
     batch, query_heads, queries, dim = q.data.shape
     heads, exact_len = exact_keys.data.shape[1:3]
     group, width = query_heads // heads, plan.padded(dim)
-    kind = plan.kind(q.data.dtype == torch.float32, False, False, width)
+    kind = plan.kind(q.data.device, q.data.dtype == torch.float32, False, False, width)
     cut = plan.cut(q.data.device, batch * heads, group * queries, width, kind, length, exact_len)
     query, factors = prepare(q, keys, heads, 1.0)
     _qk[(batch * heads * cut.blocks, cut.packed_splits + cut.exact_splits)](
