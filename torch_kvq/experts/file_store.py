@@ -64,7 +64,8 @@ class FileStore(ExpertStore):
                 self._check(layer, name, shape)
 
     def _check(self, layer: str, name: str, shape: tuple[int, ...]) -> None:
-        for expert in (0, self._counts[layer] - 1):
+        """Also opens every file, so that a later change of any is noticed."""
+        for expert in range(self._counts[layer]):
             parts = self._pieces[layer][name](expert)
             joined = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
             if joined != shape:

@@ -30,7 +30,7 @@ class OffloadHandle:
         main = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
         self.model.hf_device_map = {**(self._device_map or {"": str(main)}), **dict.fromkeys(self.modules, "disk")}
         self.model.__dict__["_apply"] = refuse_move
-        self.model._kvq_expert_offload = self
+        self.model.expert_offload = self
 
     def stats(self) -> OffloadStats:
         """Counters since the beginning or :meth:`reset_stats`, in all and by layer."""
@@ -79,7 +79,7 @@ class OffloadHandle:
                 add_hook_to_module(module, hook.inner)
             elif load:
                 self._bring_home(name, module, hook.device)
-        for attribute in ("_apply", "_kvq_expert_offload", "hf_device_map"):
+        for attribute in ("_apply", "expert_offload", "hf_device_map"):
             self.model.__dict__.pop(attribute, None)
         if self._device_map is not None:
             self.model.hf_device_map = self._device_map

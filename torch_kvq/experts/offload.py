@@ -57,14 +57,14 @@ def offload_experts(
             named. The model is as it was in each case.
     """
     modules = find_experts(model)
-    if getattr(model, "_kvq_expert_offload", None) is not None:
+    if getattr(model, "expert_offload", None) is not None:
         raise ValueError("model has its experts offloaded already: call remove() of that handle first")
     for name, module in modules.items():
         check_module(name, module)
         check_hook(name, module)
     if predictor is not None and num_guesses < 1:
         raise ValueError(f"num_guesses must be at least 1 with a predictor, got {num_guesses}")
-    devices = {name: execution_device(module) for name, module in modules.items()}
+    devices = {name: execution_device(model, module) for name, module in modules.items()}
     stores = dict(stores) if stores is not None else stores_of(modules, devices, io)
     pools = make_pools(stores, devices, budget, policy, threads, num_guesses)
     guess = predictor(model) if predictor is not None else None
@@ -90,11 +90,12 @@ def check_hook(name: str, module: nn.Module) -> None:
         raise ValueError(f"model: {name} has a {type(hook).__name__}, which offloading would replace: remove it first")
 
 
-def execution_device(module: nn.Module) -> torch.device:
-    """Where the experts compute."""
+def execution_device(model: nn.Module, module: nn.Module) -> torch.device:
+    """Where the experts compute: as their hook says, or where they are, or else where the rest of the model is."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if device is None:
-        device = next(iter(expert_tensors(module).values())).device
+        tensors = [*expert_tensors(module).values(), *model.parameters()]
+        device = next((tensor.device for tensor in tensors if not tensor.is_meta), "cpu")
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 

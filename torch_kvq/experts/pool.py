@@ -47,6 +47,13 @@ class Ticket:
                 stats.stall_seconds += time.perf_counter() - begin
         return self.slots
 
+    def settle(self) -> None:
+        """Let the load end, well or not, after something else went wrong."""
+        try:
+            self.wait()
+        except OSError:
+            pass
+
 
 class ExpertPool:
     """Slots for experts of one shape, dtype and device, shared by the layers named.

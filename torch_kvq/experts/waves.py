@@ -36,8 +36,9 @@ def run_waves(pool: ExpertPool, layer: str, waves: list[list[int]], compute: Cal
             if following and ahead is None:
                 ahead = pool.request(layer, following)
         except BaseException:
-            if ahead is not None:
-                ahead.wait()  # its slots are booked: let the load end, well or not
+            for ticket in (now, ahead):
+                if ticket is not None:
+                    ticket.settle()
             raise
         now, ahead = ahead, None
 
