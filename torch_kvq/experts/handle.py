@@ -7,6 +7,7 @@ import torch
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 
+from .budget import Budget
 from .families import expert_tensors
 from .pool import ExpertPool
 from .stats import OffloadStats
@@ -19,9 +20,14 @@ class OffloadHandle:
     """The offloaded experts of one model."""
 
     def __init__(
-        self, model: nn.Module, modules: dict[str, nn.Module], pools: dict[str, ExpertPool], stores: Mapping[str, ExpertStore]
+        self,
+        model: nn.Module,
+        modules: dict[str, nn.Module],
+        pools: dict[str, ExpertPool],
+        stores: Mapping[str, ExpertStore],
+        budget: Budget,
     ) -> None:
-        self.model, self.modules, self.pools, self.stores = model, modules, pools, stores
+        self.model, self.modules, self.pools, self.stores, self.budget = model, modules, pools, stores, budget
         self._trainable = {name: next(iter(expert_tensors(module).values())).requires_grad for name, module in modules.items()}
         self._device_map = getattr(model, "hf_device_map", None)
 
@@ -66,11 +72,12 @@ class OffloadHandle:
             raise ValueError(f"pin must name one of the layers {list(self.pools)}, got {layer!r}")
         self.pools[layer].pin(layer, experts)
 
-    def remove(self, load: bool = True) -> None:
+    def remove(self, load: bool = True, close: bool = True) -> None:
         """Give the model back as it was: its own tensors, or accelerate's hook, and no slots.
 
         A model whose experts were never loaded (``load_with_expert_offload``) gets them loaded, unless ``load`` is False: then
-        they stay on the meta device and the model cannot run until experts are offloaded again or set.
+        they stay on the meta device and the model cannot run until experts are offloaded again or set. ``close`` ends the
+        stores, too.
         """
         for name, module in self.modules.items():
             hook = module._hf_hook
@@ -85,7 +92,8 @@ class OffloadHandle:
             self.model.hf_device_map = self._device_map
         for store, loader in {(self.stores[name], self.pools[name].loader) for name in self.modules}:
             loader.close()
-            store.close()
+            if close:
+                store.close()
         self.pools.clear()
 
     def _bring_home(self, name: str, module: nn.Module, device: torch.device) -> None:

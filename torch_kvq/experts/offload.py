@@ -68,7 +68,7 @@ def offload_experts(
     stores = dict(stores) if stores is not None else stores_of(modules, devices, io)
     pools = make_pools(stores, devices, budget, policy, threads, num_guesses)
     guess = predictor(model) if predictor is not None else None
-    handle = OffloadHandle(model, modules, pools, stores)
+    handle = OffloadHandle(model, modules, pools, stores, budget)
     for name, module in modules.items():
         inner = getattr(module, "_hf_hook", None)
         if inner is not None:
