@@ -82,6 +82,8 @@ class OffloadHandle:
         for name, module in self.modules.items():
             hook = module._hf_hook
             remove_hook_from_module(module)
+            if hasattr(hook.predictor, "close"):
+                hook.predictor.close()
             if hook.inner is not None:
                 add_hook_to_module(module, hook.inner)
             elif load:

@@ -93,13 +93,14 @@ class ExpertOffloadHook(ModelHook):
         with self.pool.lock:
             self.pool.stats[self.layer].calls += 1
             try:
-                return run(module, hidden_states, top_k_index, top_k_weights)
+                output = run(module, hidden_states, top_k_index, top_k_weights)
             finally:
                 for name in self.pool.spec.names:
                     vars(module).pop(name, None)
                 module.num_experts = self.pool.store.num_experts(self.layer)
-                if self.predictor is not None:
-                    self._guess(hidden_states)
+        if self.predictor is not None:
+            self._guess(hidden_states)
+        return output
 
     def _stand_in(self, module: nn.Module, tensors: Mapping[str, Any]) -> None:
         """Attributes in ``vars`` are found before parameters, so the meta parameters may stay where they are."""

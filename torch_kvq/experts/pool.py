@@ -15,6 +15,7 @@ from .stats import LayerStats
 from .store import ExpertStore
 
 Key = tuple[str, int]
+MIN_GUESSES, MIN_USEFUL = 256, 0.5
 
 
 @dataclass
@@ -204,20 +205,23 @@ class ExpertPool:
 
     # ---- guesses of a predictor
 
-    def guess(self, layer: str, experts: Iterable[int]) -> None:
-        """Begin to load experts that a later call may need, into the slots set aside for guesses, oldest guess first."""
-        for expert in experts:
-            if self.is_resident(layer, expert):
-                continue
+    def guess(self, layer: str, experts: list[int]) -> None:
+        """Begin to load experts that a later call may need, into the slots set aside for guesses in place of older guesses.
+
+        Once a layer's guesses have turned out wrong more often than right, no more are made.
+        """
+        stats = self.stats[layer]
+        if stats.guesses >= MIN_GUESSES and stats.useful_guesses < MIN_USEFUL * stats.guesses:
+            return
+        absent = [expert for expert in experts if not self.is_resident(layer, expert)]
+        for expert in absent[: self.num_rows - self.num_slots]:
             if not self._free_guesses:
-                if not self._guesses:
-                    return
-                _, (slot, load) = self._guesses.popitem(last=False)
-                self._settle(layer, load)
+                (old, _), (slot, load) = self._guesses.popitem(last=False)
+                self._settle(old, load)
                 self._free_guesses.append(slot)
             slot = self._free_guesses.pop()
             self._guesses[layer, expert] = slot, self.loader.start(layer, [(expert, self.slot(slot))])
-            self.stats[layer].guesses += 1
+            stats.guesses += 1
 
     def _settle(self, layer: str, load: Load) -> bool:
         """Wait for a guess; a guess that cannot be read is no error, the expert is read again if it is needed."""
