@@ -173,6 +173,7 @@ def test_two_bits_that_pass(planned, capsys):
     model, plan = planned
     applied = plan.apply(0.5, gate=LOOSE, roles=("routed",))
     printed = capsys.readouterr().out
+    assert "left as it was" in printed and set(plan.bits("dense").values()) == {16}
     assert "2 layers at 2 bits" in printed and "passed" in printed and "worst output error" in printed
     row = plan.rows["model.layers.0.mlp.experts"]
     assert row.bits == 2 and 0.2 < row.error < 0.5

@@ -140,3 +140,34 @@ def test_two_threads_on_one_model():
         got = list(threads.map(lambda ids: torch.no_grad()(model)(ids).logits, prompts))
     for ours, theirs in zip(got, wanted):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_ids_are_not_read_back_once_all_is_resident(implementation, monkeypatch):
+    model = tiny_moe.build("mixtral", implementation=implementation)
+    wanted = tiny_moe.answers(model)
+    handle = offload_experts(model, 1.0)
+    for module in handle.modules.values():
+        module._hf_hook.skips_read_back = True
+    for name in handle.modules:
+        handle.pin(name, range(8))
+    assert_equal(tiny_moe.answers(model), wanted)
+    calls = handle.stats().full_calls
+    assert calls == handle.stats().calls - len(handle.modules)  # the first one of each layer made its table
+    monkeypatch.setattr("torch_kvq.experts.hook.Routing", lambda *args: pytest.fail("ids were read back"))
+    assert_equal(tiny_moe.answers(model), wanted)
+
+
+def test_many_tokens_at_once():
+    from torch_kvq.experts.waves import HOST_PAIRS
+
+    ids = tiny_moe.prompt(1, 500)
+    assert ids.numel() * 3 > HOST_PAIRS
+    for implementation in IMPLEMENTATIONS:
+        model = tiny_moe.build("qwen2_moe", implementation=implementation)
+        with torch.no_grad():
+            wanted = model(ids).logits
+            for budget, overlap in ((3, False), (3, True), (0.5, False)):
+                handle = offload_experts(model, budget, overlap=overlap)
+                assert torch.equal(model(ids).logits, wanted)
+                handle.remove()

@@ -64,6 +64,8 @@ def apply_plan(
     handle, report = pack_experts(plan, routed, budget, gate, options) if routed else (None, None)
     for name, done in quantise_linears(plan.model, linear).items() if linear else ():
         plan.applied(name, done.bits, done.error, done.note, done.num_bytes)
+    for name in [name for name, row in plan.rows.items() if row.role not in roles]:
+        plan.skipped(name)
     applied = AppliedPlan(handle, plan, report)
     if verbose:
         print(applied)

@@ -62,6 +62,13 @@ class BitPlan:
         size = weight_bytes(bits, row.num_weights) if num_bytes is None else num_bytes
         self.rows[name] = replace(row, bits=bits, num_bytes=size, note=note or row.note, error=error)
 
+    def skipped(self, name: str) -> None:
+        """Note that a module was left as it is."""
+        role, row = self.rows[name].role, self.rows[name]
+        tensor = weights_of(role, self.model.get_submodule(name))[0]
+        bits = 8 * tensor.element_size()
+        self.rows[name] = replace(row, bits=bits, num_bytes=row.num_weights * tensor.element_size(), note="left as it was")
+
     def apply(self, budget: Budget = 1.0, **options) -> "AppliedPlan":
         """Quantise the model as planned; see :func:`torch_kvq.experts.apply_plan.apply_plan`."""
         from .apply_plan import apply_plan

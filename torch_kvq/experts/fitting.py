@@ -63,10 +63,11 @@ class Fit:
         lines.append(f"{'reserve':28} {self.reserve / 2**30:9.2f} GiB  activations, allocator")
         left = self.total - sum(self.weights.values()) - self.kv - self.reserve
         share = self.slots / self.num_experts
-        held = f"{self.slots} of {self.num_experts} experts resident ({share:.0%}), {self.bits['routed']}"
+        held = f"{self.slots} of {self.num_experts} experts resident ({share:.0%})"
         lines.append(f"{'O_E  experts':28} {self.slots * self.expert_bytes / 2**30:9.2f} GiB  {held}")
         if self.packed_host_bytes:
-            lines.append(f"{'     packed, in host memory':28} {self.packed_host_bytes / 2**30:9.2f} GiB")
+            packed = f"{self.packed_host_bytes / 2**30:9.2f} GiB  {self.bits['routed']}"
+            lines.append(f"{'     packed, in host memory':28} {packed}")
         if not self.fits:
             lines.append(f"does not fit: one expert needs {self.expert_bytes:,} bytes, {left:,} are left")
         elif not self.needs_offload:

@@ -12,7 +12,7 @@ from .families import check_module, expert_tensors, implementation
 from .paged import GatheredParameter, PagedParameter
 from .pool import ExpertPool
 from .store import StoredWeights
-from .waves import Remap, make_waves, pairs_of, run_waves, weighted_sum
+from .waves import Remap, Routing, make_waves, run_waves, weighted_sum
 
 Predictor = Callable[[str, torch.Tensor], Mapping[str, list[int]]]
 
@@ -51,6 +51,7 @@ class ExpertOffloadHook(ModelHook):
         self.pools = {layer: pool} if pools is None else pools
         self.weights_map = StoredWeights(pool.store, layer)
         self._remap = Remap(pool.store.num_experts(layer), self.device)
+        self.skips_read_back = self.device.type == "cuda"  # where every expert is resident, the host need not wait
         self._version = -1  # of the pool when the table was last complete
         self._experts: Any = None
         self._input_device: torch.device | None = None
@@ -106,13 +107,9 @@ class ExpertOffloadHook(ModelHook):
         """Attributes in ``vars`` are found before parameters, so the meta parameters may stay where they are."""
         vars(module).update(tensors)
 
-    def _needed(self, ids: torch.Tensor) -> list[int]:
-        """Distinct experts, ascending. On a GPU this waits for the router."""
-        return torch.unique(ids).tolist() if ids.numel() > 64 else sorted({*ids.flatten().tolist()})
-
     def _eager(self, module, hidden_states, top_k_index, top_k_weights):
         """The loop visits experts in ascending order: chunks of that order are brought in as it comes to them."""
-        pool, layer, needed = self.pool, self.layer, self._needed(top_k_index)
+        pool, layer, needed = self.pool, self.layer, Routing(top_k_index, module.num_experts).experts
         size = len(needed) if pool.fits(layer, needed) else max(1, pool.room)
         slots: dict[int, int] = {}
 
@@ -132,14 +129,15 @@ class ExpertOffloadHook(ModelHook):
     def _remapped(self, module, hidden_states, top_k_index, top_k_weights):
         """Slots in place of expert ids where all experts of the call fit and nothing is gained by waves."""
         pool, layer = self.pool, self.layer
-        if self._version == pool.version and pool.is_complete and self.device.type != "cpu":
+        if self.skips_read_back and self._version == pool.version and pool.is_complete:
             pool.stats[layer].full_calls += 1
             return self._from_slots(module, hidden_states, self._remap.known(top_k_index), top_k_weights)
-        needed = self._needed(top_k_index)
+        routing = Routing(top_k_index, module.num_experts)
+        needed = routing.experts
         waves = make_waves(pool, layer, needed, self.overlap)
         if len(waves) > 1:
             in_waves = self._batched if implementation(module) == "batched_mm" else self._grouped
-            return in_waves(module, hidden_states, top_k_index, top_k_weights, waves)
+            return in_waves(module, hidden_states, routing, top_k_weights, waves)
         slots = self._remap(top_k_index, needed, pool.request(layer, needed).wait())
         pool.stats[layer].waves += 1
         if pool.is_complete and self._version != pool.version:
@@ -147,13 +145,13 @@ class ExpertOffloadHook(ModelHook):
             self._version = pool.version
         return self._from_slots(module, hidden_states, slots, top_k_weights)
 
-    def _batched(self, module, hidden_states, top_k_index, top_k_weights, waves):
+    def _batched(self, module, hidden_states, routing, top_k_weights, waves):
         """The rows that ``batched_mm`` would gather are gathered in waves; its product is then the very same call."""
-        num_experts, flat = module.num_experts, top_k_index.reshape(-1)
+        flat = routing.flat
         rows = self.pool.spec.empty(len(flat), device=self.device)
 
         def gather(wave: list[int], slots: list[int]) -> None:
-            pairs = pairs_of(flat, wave, num_experts)
+            pairs = routing.pairs(wave)
             wanted = self._remap(flat[pairs], wave, slots)
             for name, buffer in self.pool.buffers.items():
                 rows[name][pairs] = buffer[wanted]
@@ -161,17 +159,17 @@ class ExpertOffloadHook(ModelHook):
         run_waves(self.pool, self.layer, waves, gather)
         full = expert_tensors(module)
         self._stand_in(module, {name: GatheredParameter(full[name], rows.pop(name)) for name in list(rows)})
-        return self._experts(hidden_states, top_k_index, top_k_weights)
+        return self._experts(hidden_states, routing.ids, top_k_weights)
 
-    def _grouped(self, module, hidden_states, top_k_index, top_k_weights, waves):
+    def _grouped(self, module, hidden_states, routing, top_k_weights, waves):
         """Each token-expert pair becomes a row of its own with weight 1; weighted and summed at the end."""
-        num_experts, flat = module.num_experts, top_k_index.reshape(-1)
+        flat = routing.flat
         products: list[torch.Tensor] = []
 
         def multiply(wave: list[int], slots: list[int]) -> None:
-            pairs = pairs_of(flat, wave, num_experts)
+            pairs = routing.pairs(wave)
             ids = self._remap(flat[pairs], wave, slots)[:, None]
-            rows = hidden_states[pairs // top_k_index.shape[1]]
+            rows = hidden_states[pairs // routing.ids.shape[1]]
             out = self._from_slots(module, rows, ids, rows.new_ones(len(pairs), 1))
             if not products:
                 products.append(out.new_empty(len(flat), out.shape[-1]))

@@ -19,7 +19,7 @@ class PackedStore(ExpertStore):
         pin_memory: keep it page-locked, for a GPU.
     """
 
-    kind = "packed host memory"
+    kind, is_packed = "packed host memory", True
 
     def __init__(
         self,

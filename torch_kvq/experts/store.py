@@ -12,6 +12,7 @@ class ExpertStore(ABC):
     """Read-only experts of some layers, by layer name and expert index."""
 
     kind: str = "store"
+    is_packed: bool = False  # whether decode() does more than copy
 
     @abstractmethod
     def layers(self) -> list[str]:

@@ -11,6 +11,8 @@ import torch
 
 from .pool import ExpertPool
 
+HOST_PAIRS = 1024  # up to so many ids it is cheaper to work on the host
+
 
 def make_waves(pool: ExpertPool, layer: str, experts: list[int], overlap: bool) -> list[list[int]]:
     """``experts`` in groups that fit, those that are resident first."""
@@ -68,11 +70,29 @@ class Remap:
         return self._there[ids].to(ids.dtype)
 
 
-def pairs_of(ids: torch.Tensor, experts: list[int], num_experts: int) -> torch.Tensor:
-    """Positions in ``ids.flatten()`` that go to one of ``experts``, ascending."""
-    chosen = torch.zeros(num_experts, dtype=torch.bool)
-    chosen[experts] = True
-    return chosen.to(ids.device)[ids.reshape(-1)].nonzero()[:, 0]
+class Routing:
+    """Expert ids ``[N, K]`` of a call, read back from the device once."""
+
+    def __init__(self, ids: torch.Tensor, num_experts: int) -> None:
+        self.ids, self.flat, self._num_experts = ids, ids.reshape(-1), num_experts
+        self._host: list[int] | None = None
+        if len(self.flat) <= HOST_PAIRS:
+            self._host = self.flat.tolist()
+            self.experts = sorted({*self._host})
+        else:
+            present = torch.zeros(num_experts, dtype=torch.bool, device=ids.device)
+            present[self.flat] = True
+            self.experts = [expert for expert, here in enumerate(present.tolist()) if here]
+
+    def pairs(self, experts: list[int]) -> torch.Tensor:
+        """Positions in ``flat`` that go to one of ``experts``, ascending."""
+        if self._host is not None:
+            wanted = set(experts)
+            places = [at for at, expert in enumerate(self._host) if expert in wanted]
+            return torch.tensor(places, device=self.ids.device)
+        chosen = torch.zeros(self._num_experts, dtype=torch.bool)
+        chosen[experts] = True
+        return chosen.to(self.ids.device)[self.flat].nonzero()[:, 0]
 
 
 def weighted_sum(products: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
