@@ -187,3 +187,21 @@ def test_attention_residual_is_equation_13():
     wanted = router(got)[-1].unique().tolist()
     assert predictor(first, hidden) == {second: wanted}
     assert predictor(second, hidden) == {}
+
+
+def test_pinned_store_without_pinning(monkeypatch):
+    from torch_kvq.experts import pinned_store
+
+    monkeypatch.setattr(pinned_store, "CHUNK_BYTES", 1000)
+    tensors = {"a": {"w": torch.randn(9, 5, 7), "b": torch.randn(9, 3).bfloat16()}, "b": {"w": torch.randn(2, 400)}}
+    store = pinned_store.PinnedStore(tensors, pin_memory=False)
+    for layer, fused in tensors.items():
+        assert store.num_experts(layer) == len(next(iter(fused.values())))
+        for expert in range(store.num_experts(layer)):
+            into = store.spec(layer).empty()
+            for tensor in into.values():
+                tensor.fill_(torch.nan)
+            assert store.read(layer, expert, into) == sum(tensor[0].nbytes for tensor in fused.values())
+            assert all(torch.equal(into[name], tensor[expert]) for name, tensor in fused.items())
+        assert all(torch.equal(store.whole(layer, name), tensor) for name, tensor in fused.items())
+    assert sum(t.nbytes for fused in tensors.values() for t in fused.values()) < store.host_bytes < 9000

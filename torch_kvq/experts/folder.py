@@ -7,6 +7,7 @@ from torch import nn
 
 from .families import expert_tensors
 from .file_store import FileStore, FusedTensor
+from .pinned_store import PinnedStore
 from .safetensors_header import StoredTensor, read_header
 from .spec import ExpertSpec
 from .store import ExpertStore, HostStore
@@ -28,8 +29,7 @@ def offloaded_store(modules: dict[str, nn.Module], devices: dict[str, torch.devi
             if value is None:
                 raise ValueError(f"model: {name}.{key} is on the meta device and accelerate did not offload it")
             if isinstance(value, torch.Tensor):
-                pinned = devices[name].type == "cuda" and not value.is_pinned()
-                held.setdefault(name, {})[key] = value.pin_memory() if pinned else value
+                held.setdefault(name, {})[key] = value
             else:
                 pieces.setdefault(name, {})[key] = FusedTensor(value)
                 if value.shape != tuple(tensor.shape):
@@ -40,7 +40,8 @@ def offloaded_store(modules: dict[str, nn.Module], devices: dict[str, torch.devi
         counts = {name: modules[name].num_experts for name in pieces}
         stores.update(dict.fromkeys(pieces, FileStore("accelerate's offload folder", pieces, specs, counts, io)))
     if held:
-        stores.update(dict.fromkeys(held, HostStore(held)))
+        on_gpu = any(devices[name].type == "cuda" for name in held)
+        stores.update(dict.fromkeys(held, PinnedStore(held) if on_gpu else HostStore(held)))
     return stores
 
 

@@ -12,6 +12,7 @@ from .folder import offloaded_store
 from .handle import OffloadHandle
 from .hook import ExpertOffloadHook, Predictor
 from .loader import HostLoader, Loader
+from .pinned_store import PinnedStore
 from .pool import ExpertPool
 from .store import ExpertStore, HostStore
 
@@ -101,26 +102,17 @@ def execution_device(model: nn.Module, module: nn.Module) -> torch.device:
 
 def stores_of(modules: dict[str, nn.Module], devices: dict[str, torch.device], io: str) -> dict[str, ExpertStore]:
     """A store for each layer: accelerate's offloaded weights where there are any, else the module's tensors."""
-    stores: dict[str, ExpertStore] = {}
-    held: dict[str, dict[str, torch.Tensor]] = {}
-    dispatched = {}
-    for name, module in modules.items():
-        tensors = expert_tensors(module)
-        if any(tensor.is_meta for tensor in tensors.values()):
-            dispatched[name] = module
-        else:
-            pinned = devices[name].type == "cuda"
-            held[name] = {key: pin_memory(tensor.detach()) if pinned else tensor.detach() for key, tensor in tensors.items()}
-    if dispatched:
-        stores.update(offloaded_store(dispatched, devices, io))
-    if held:
-        stores.update(dict.fromkeys(held, HostStore(held)))
+    dispatched = {name: module for name, module in modules.items() if any(t.is_meta for t in expert_tensors(module).values())}
+    stores = offloaded_store(dispatched, devices, io) if dispatched else {}
+    for on_gpu in (False, True):
+        held = {
+            name: {key: tensor.detach() for key, tensor in expert_tensors(module).items()}
+            for name, module in modules.items()
+            if name not in dispatched and (devices[name].type == "cuda") == on_gpu
+        }
+        if held:
+            stores.update(dict.fromkeys(held, PinnedStore(held) if on_gpu else HostStore(held)))
     return stores
-
-
-def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A page-locked copy in host memory, which a GPU reads at the speed of its link."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def make_loader(store: ExpertStore, device: torch.device, threads: int) -> Loader:
