@@ -148,11 +148,14 @@ class ExpertPool:
         return Ticket(self, layer, experts, [self._slots[layer, expert] for expert in experts], missed, load)
 
     def _start(self, layer: str, places: list[tuple[int, int]]) -> Load:
+        begin = time.perf_counter()
         try:
             return self.loader.start(layer, [(expert, self.slot(at)) for expert, at in places])
         except BaseException:
             self.forget(layer, [expert for expert, _ in places])
             raise
+        finally:
+            self.stats[layer].stall_seconds += time.perf_counter() - begin  # experts in memory are copied here
 
     def slot(self, index: int) -> dict[str, torch.Tensor]:
         """The parameters ``[*shape]`` of the expert in a slot, as views."""
