@@ -23,7 +23,7 @@ from torch_kvq.experts.trace import synthetic_trace
 DISK = dict(hidden_size=1024, moe_intermediate_size=512, num_hidden_layers=16, num_experts=64, vocab_size=8192)
 GPU = dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, vocab_size=151936)
 HEADS = dict(num_attention_heads=16, num_key_value_heads=4, head_dim=128, num_experts_per_tok=8, intermediate_size=1024)
-PROMPT = 16
+PROMPT, REST = 16, "model-rest.safetensors"
 
 
 def config(device: str, layers: int | None = None) -> transformers.PreTrainedConfig:
@@ -47,7 +47,7 @@ def write_checkpoint(folder: pathlib.Path) -> None:
     torch.manual_seed(0)
     shards: dict[str, dict] = {}
     for name, tensor in names.items():
-        shard = f"model-{name.split('.')[2] if '.layers.' in name else 'rest'}.safetensors"
+        shard = f"model-{name.split('.')[2]}.safetensors" if ".layers." in name else REST
         shards.setdefault(shard, {})[name] = tensor.shape
     places = {}
     for shard, shapes in shards.items():
@@ -111,7 +111,10 @@ def disk_bytes() -> int:
 
 
 def drop_page_cache(*folders: str | None) -> None:
+    """Of files with experts; that with the embeddings is mapped by the model, which would read it again page by page."""
     for path in itertools.chain.from_iterable(pathlib.Path(folder).glob("*.safetensors") for folder in folders if folder):
+        if path.name == REST:
+            continue
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
