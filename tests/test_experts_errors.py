@@ -27,6 +27,7 @@ def test_families_that_cannot_be_offloaded(name, reason):
         (dict(budget="much"), ValueError, "size such as '8GiB'"),
         (dict(budget=None), TypeError, "budget must be bytes"),
         (dict(budget=True), TypeError, "budget must be bytes"),
+        (dict(budget=3, pin={"model.layers.0.mlp.experts": [8]}), ValueError, "has experts 0 to 7"),
         (dict(budget=3, policy="fifo"), ValueError, "policy must be one of"),
         (dict(budget=3, predictor=lambda model: None), ValueError, "num_guesses must be at least 1"),
     ],

@@ -67,5 +67,5 @@ def test_example(smollm2, tmp_path):
         [sys.executable, script, "--new-tokens", "8"], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    for word in ("Q_W", "C_KV", "O_E", "expected hit rate", "4 bits: worst output error", "read from the checkpoint"):
+    for word in ("Q_W", "C_KV", "O_E", "expected hit rate", "8 bits: worst output error", "read from the checkpoint"):
         assert word in done.stdout

@@ -66,7 +66,8 @@ def offload_experts(
     if predictor is not None and num_guesses < 1:
         raise ValueError(f"num_guesses must be at least 1 with a predictor, got {num_guesses}")
     devices = {name: execution_device(model, module) for name, module in modules.items()}
-    stores = dict(stores) if stores is not None else stores_of(modules, devices, io)
+    is_own = stores is None
+    stores = stores_of(modules, devices, io) if is_own else dict(stores)
     pools = make_pools(stores, devices, budget, policy, threads, num_guesses)
     guess = predictor(model) if predictor is not None else None
     handle = OffloadHandle(model, modules, pools, stores, budget)
@@ -79,8 +80,12 @@ def offload_experts(
         hook = ExpertOffloadHook(pools[name], name, overlap=overlap, predictor=guess, pools=pools, inner=inner)
         add_hook_to_module(module, hook)
     handle.attach()
-    for name, experts in (pin or {}).items():
-        handle.pin(name, experts)
+    try:
+        for name, experts in (pin or {}).items():
+            handle.pin(name, experts)
+    except BaseException:
+        handle.remove(load=is_own)
+        raise
     return handle
 
 
