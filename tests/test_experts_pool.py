@@ -43,7 +43,8 @@ def test_synthetic_traces_count_as_the_simulator(policy, slots):
     trace = synthetic_trace(layers, top_k=4, num_tokens=60)
     store = HostStore({name: {"weight": torch.arange(16.0)[:, None].expand(16, 2)} for name in layers})
     pool = ExpertPool(store, HostLoader(store, 0), list(layers), slots, policy)
-    handle = OffloadHandle(torch.nn.Module(), {}, dict.fromkeys(layers, pool), {}, slots)
+    handle = OffloadHandle(torch.nn.Module(), {}, {}, slots)
+    handle.pools = dict.fromkeys(layers, pool)
     replay(trace, handle)
     got = {name: (stats.hits, stats.misses) for name, stats in pool.stats.items()}
     assert got == simulate(trace, [Slab(tuple(layers), slots)], policy)
@@ -205,3 +206,27 @@ def test_pinned_store_without_pinning(monkeypatch):
             assert all(torch.equal(into[name], tensor[expert]) for name, tensor in fused.items())
         assert all(torch.equal(store.whole(layer, name), tensor) for name, tensor in fused.items())
     assert sum(t.nbytes for fused in tensors.values() for t in fused.values()) < store.host_bytes < 9000
+
+
+def test_experts_leave_their_device_before_slots_are_made(monkeypatch):
+    """As on a GPU, with memory that is not page-locked."""
+    from torch_kvq.experts import offload
+    from torch_kvq.experts.pinned_store import PinnedStore
+
+    model = tiny_moe.build("mixtral")
+    wanted = tiny_moe.answers(model)
+    monkeypatch.setattr(offload, "HostStore", lambda held: PinnedStore(held, pin_memory=False))
+    with pytest.raises(ValueError, match="policy must be one of"):
+        offload_experts(model, 3, policy="fifo")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tiny_moe.answers(model), wanted))
+    make_pools = offload.make_pools
+
+    def checks(*args):
+        assert model.model.layers[0].mlp.experts.gate_up_proj.is_meta
+        return make_pools(*args)
+
+    monkeypatch.setattr(offload, "make_pools", checks)
+    handle = offload_experts(model, 3)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tiny_moe.answers(model), wanted))
+    handle.remove()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tiny_moe.answers(model), wanted))

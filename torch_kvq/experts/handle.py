@@ -9,6 +9,7 @@ from torch import nn
 
 from .budget import Budget
 from .families import expert_tensors
+from .pinned_store import PinnedStore
 from .pool import ExpertPool
 from .stats import OffloadStats
 from .store import ExpertStore, HostStore
@@ -23,13 +24,26 @@ class OffloadHandle:
         self,
         model: nn.Module,
         modules: dict[str, nn.Module],
-        pools: dict[str, ExpertPool],
         stores: Mapping[str, ExpertStore],
         budget: Budget,
     ) -> None:
-        self.model, self.modules, self.pools, self.stores, self.budget = model, modules, pools, stores, budget
+        self.model, self.modules, self.stores, self.budget = model, modules, stores, budget
+        self.pools: dict[str, ExpertPool] = {}
         self._trainable = {name: next(iter(expert_tensors(module).values())).requires_grad for name, module in modules.items()}
         self._device_map = getattr(model, "hf_device_map", None)
+
+    def leave_device(self) -> None:
+        """Drop tensors on a GPU that page-locked memory has copies of."""
+        for name, module in self.modules.items():
+            if isinstance(self.stores[name], PinnedStore):
+                for key, tensor in expert_tensors(module).items():
+                    module._parameters[key] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+
+    def return_to_device(self, devices: Mapping[str, torch.device]) -> None:
+        """Undo :meth:`leave_device`, except where accelerate keeps the experts."""
+        for name, module in self.modules.items():
+            if isinstance(self.stores[name], PinnedStore) and not getattr(getattr(module, "_hf_hook", None), "offload", False):
+                self._bring_home(name, module, devices[name])
 
     def attach(self) -> None:
         """Tell the model, transformers' ``save_pretrained`` and whoever would move the model."""

@@ -68,9 +68,14 @@ def offload_experts(
     devices = {name: execution_device(model, module) for name, module in modules.items()}
     is_own = stores is None
     stores = stores_of(modules, devices, io) if is_own else dict(stores)
-    pools = make_pools(stores, devices, budget, policy, threads, num_guesses)
-    guess = predictor(model) if predictor is not None else None
-    handle = OffloadHandle(model, modules, pools, stores, budget)
+    handle = OffloadHandle(model, modules, stores, budget)
+    try:
+        handle.leave_device()  # before slots are made, so that both need never fit
+        handle.pools = pools = make_pools(stores, devices, budget, policy, threads, num_guesses)
+        guess = predictor(model) if predictor is not None else None
+    except BaseException:
+        handle.return_to_device(devices)
+        raise
     for name, module in modules.items():
         inner = getattr(module, "_hf_hook", None)
         if inner is not None:
