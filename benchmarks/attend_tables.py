@@ -85,10 +85,11 @@ def _bars(result: dict) -> list[Bar]:
 
 
 def _cpu_bars(result: dict) -> list[Bar]:
+    """Of the first, fastest, instruction set of each family."""
     found = []
-    for isa in result["isas"]:
-        family = next((i for i, name in enumerate(FAMILIES) if isa.startswith(name)), None)
-        if family is None:
+    for family, name in enumerate(FAMILIES):
+        isa = next((isa for isa in result["isas"] if isa.startswith(name)), None)
+        if isa is None:
             continue
         for row in result["attend"]:
             least = CPU_BARS.get(tuple(row["shape"][1:]))

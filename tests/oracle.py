@@ -11,13 +11,15 @@ from transformers import Cache
 
 from torch_kvq import IsoQuantCache
 from torch_kvq._requirements import cache_keyword
+from torch_kvq.attention.handle import KVHandle
 from torch_kvq.caches.layer import IsoQuantLayer
 
 
-def _dense_handles(layer: IsoQuantLayer, pieces):
-    if not pieces.is_packed:
-        return IsoQuantLayer.handles(layer, pieces)
-    return pieces.rebuilt("k"), pieces.rebuilt("v")
+def _dense_update(layer: IsoQuantLayer, *args, **kwargs):
+    keys, values = type(layer).update(layer, *args, **kwargs)
+    if not isinstance(keys, KVHandle) or not keys.pieces.is_packed:
+        return keys, values
+    return keys.pieces.rebuilt("k"), keys.pieces.rebuilt("v")
 
 
 def oracle_cache(config, **options) -> IsoQuantCache:
@@ -25,7 +27,7 @@ def oracle_cache(config, **options) -> IsoQuantCache:
     cache = IsoQuantCache(config, **options)
     for layer in cache.layers:
         if isinstance(layer, IsoQuantLayer):
-            layer.handles = partial(_dense_handles, layer)
+            layer.update = partial(_dense_update, layer)
     return cache
 
 

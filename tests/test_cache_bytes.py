@@ -91,7 +91,7 @@ def test_nothing_as_long_as_the_sequence_stays_dense():
     """No tensor of two bytes a coordinate and token outlives the prompt."""
     feed = Feeder(layers=3, heads=2, head_dim=64)
     cache = IsoQuantCache(feed.config)
-    before = {id(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)}
+    before = {id(x) for x in gc.get_objects() if type(x) is torch.Tensor}
     feed(cache, tokens=2048)
     feed(cache, tokens=1)
     gc.collect()
@@ -106,19 +106,29 @@ def test_nbytes_counts_every_reachable_tensor(family):
     for length in (20, 120, 1, 1, 40):
         forced_logits(model, cache, [ids[:, :length]])
         assert cache.nbytes == reachable_bytes(cache._layers) > 0
-        assert cache.nbytes == sum(row.num_bytes for row in cache.report().rows) - shared_bytes(cache)
+        report = cache.report()
+        assert report.num_shared_bytes == shared_bytes(cache)
+        assert cache.nbytes == sum(row.num_bytes for row in report.rows) + report.num_shared_bytes
 
 
 def shared_bytes(cache) -> int:
-    """Rotations and levels are shared by layers and counted once; a report counts them in every row."""
-    tables, rows = {}, 0
-    for layer in cache.layers:
+    """Bytes of the rotations and levels that more than one layer uses."""
+    sizes, users = {}, {}
+    for index, layer in enumerate(cache.layers):
         stores = [getattr(layer, name, None) for name in ("keys_store", "values_store")]
-        tensors = [x for store in stores if store for x in (store.levels, store.signs, store.blocks, store.matrix)]
-        mine = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-        rows += sum(mine.values())
-        tables.update(mine)
-    return rows - sum(tables.values())
+        for x in (x for store in stores if store for x in (store.levels, store.signs, store.blocks, store.matrix)):
+            place = x.untyped_storage().data_ptr()
+            sizes[place] = x.untyped_storage().nbytes()
+            users.setdefault(place, set()).add(index)
+    return sum(size for place, size in sizes.items() if len(users[place]) > 1)
+
+
+def test_the_report_names_what_layers_share():
+    cache = IsoQuantCache(window_len=32)
+    forced_logits(tiny_models.build("llama", "sdpa"), cache, [tiny_models.prompt(1, 120)])
+    assert shared_bytes(cache) > 0
+    last = str(cache.report()).splitlines()[-1].split()
+    assert last == ["shared", f"{shared_bytes(cache):,}", "rotations,", "codebooks"]
 
 
 def test_a_sliding_window_is_not_packed_and_stays_short():

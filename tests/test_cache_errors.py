@@ -148,6 +148,17 @@ def test_bad_states_change_nothing(name, held):
         assert torch.equal(feed(cache, 1), feed(twin, 1))
 
 
+def test_the_form_of_states_follows_the_rows():
+    """After the rows were repeated the states of before have the wrong batch, although they were the last that fitted."""
+    cache = IsoQuantCache(tiny_models.build("llama", "sdpa").config)
+    cache.update(states(), states(), 0)
+    cache.batch_repeat_interleave(2)
+    with pytest.raises(ValueError, match=r"key_states must keep batch.*\(4, 2, 32\).*\(2, 2, 32\)"):
+        cache.update(states(), states(), 0)
+    cache.update(states(batch=4), states(batch=4), 0)
+    assert cache.get_seq_length(0) == 0 and cache.layers[0].get_seq_length() == 2
+
+
 def test_a_first_call_on_two_devices():
     cache = IsoQuantCache(tiny_models.build("llama", "sdpa").config)
     with pytest.raises(ValueError, match="value_states must be on cpu as key_states, got meta"):
@@ -316,6 +327,24 @@ def test_two_models(second, delete, given):
     elif not given:
         other.generate(ids, past_key_values=cache, max_new_tokens=9)
         assert len(cache.layers) == other.config.num_hidden_layers
+
+
+class Attention(torch.nn.Module):
+    def forward(self, cache, layer):
+        return cache.update(states(), states(), layer)
+
+
+def test_a_second_module_of_a_later_layer():
+    """Cross-attention that only some layers have."""
+    cache = IsoQuantCache(tiny_models.build("llama", "sdpa", num_hidden_layers=3).config)
+    own, cross = [Attention() for _ in range(3)], Attention()
+    for _ in range(2):
+        for layer, attention in enumerate(own[:2]):
+            attention(cache, layer)
+        with pytest.raises(ValueError, match=r"must serve one model: layer 1 holds . tokens of another attention module"):
+            cross(cache, 1)
+        own[2](cache, 2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [2, 2, 2]
 
 
 def test_training_is_refused():

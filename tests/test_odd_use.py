@@ -61,6 +61,36 @@ def test_orders(family, attn, name):
     compare(tiny_models.build(family, attn), steps_of(tiny_models.prompt(1, sum(lengths)), lengths))
 
 
+class Attention(torch.nn.Module):
+    """Nothing but what the cache sees of one."""
+
+    def forward(self, cache, keys, layer):
+        return cache.update(keys, keys, layer)
+
+
+BY_HAND = {
+    "backwards": lambda steps, layers: [(step, layer) for step in range(steps) for layer in reversed(range(layers))],
+    "shuffled": lambda steps, layers: [(step, layer) for step in range(steps) for layer in (1, 2, 0)],
+    "layer_by_layer": lambda steps, layers: [(step, layer) for layer in range(layers) for step in range(steps)],
+    "last_layer_first": lambda steps, layers: [(step, layer) for layer in reversed(range(layers)) for step in range(steps)],
+}
+
+
+@pytest.mark.parametrize("order, in_modules", [*((each, False) for each in BY_HAND), ("backwards", True), ("shuffled", True)])
+def test_layers_filled_in_any_order(order, in_modules):
+    """Calls that did not go up through the layers were taken for a forward that had failed, and tokens were dropped."""
+    config = LlamaConfig(num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, head_dim=32, hidden_size=64)
+    cache, dense = IsoQuantCache(config, window_len=512), DynamicCache(config=config)
+    states = [torch.randn(3, 1, 2, tokens, 32) for tokens in (20, 1, 1, 7, 1)]
+    modules = [Attention() for _ in range(3)]
+    for step, layer in BY_HAND[order](len(states), 3):
+        keys = states[step][layer]
+        held, _ = modules[layer](cache, keys, layer) if in_modules else cache.update(keys, keys, layer)
+        wanted, _ = dense.update(keys, keys, layer)
+        assert torch.equal(held * 1, wanted)
+    assert cache.get_seq_length() == 30
+
+
 def test_generate_with_more_tokens_cached_than_given():
     """The library slices wrongly then, with any cache; ours must hold a consistent number of tokens whatever it is fed."""
     model, cache = tiny_models.build("llama", "sdpa"), IsoQuantCache(**PACKED)

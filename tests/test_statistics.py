@@ -141,6 +141,18 @@ def test_query_moments_stop_when_they_have_enough():
     assert moments.tokens == 1100 >= QueryMoments.enough_tokens
 
 
+def test_padding_is_not_enough_queries():
+    """A row of 1,500 tokens, 24 of them real, has seen 24: what follows counts until every row has seen enough."""
+    q, valid = torch.randn(2, 2, 3500, 8), torch.ones(2, 3500, dtype=torch.bool)
+    valid[1, :1476] = False
+    moments = QueryMoments()
+    moments.add(q[:, :, :1500], 2, valid[:, :1500])
+    moments.add(q[:, :, 1500:2500], 2, None)
+    moments.add(q[:, :, 2500:], 2, None)
+    for b, first in ((0, 0), (1, 1476)):
+        torch.testing.assert_close(moments.mean()[b], q[b, :, first:2500].square().mean(1))
+
+
 def test_query_moments_follow_the_batch():
     q, valid = torch.randn(3, 2, 9, 8), torch.rand(3, 9) < 0.7
     moments, order = QueryMoments(), torch.tensor([2, 0, 0])

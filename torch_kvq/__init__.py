@@ -7,10 +7,20 @@ check_requirements()
 from . import backends, ops  # noqa: E402
 from .attention import interface  # noqa: E402
 from .caches.isoquant import IsoQuantCache  # noqa: E402
+from .experts import ExpertOffloadHook, fit, load_with_expert_offload, offload_experts, plan_bits  # noqa: E402
 
 backends.native.load()
 backends.cuda.load()
 interface.register()
 
 __version__ = "0.1.0"
-__all__ = ["IsoQuantCache", "backends", "ops"]
+__all__ = [
+    "ExpertOffloadHook",
+    "IsoQuantCache",
+    "backends",
+    "fit",
+    "load_with_expert_offload",
+    "offload_experts",
+    "ops",
+    "plan_bits",
+]

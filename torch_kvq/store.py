@@ -66,10 +66,13 @@ class PackedStore:
         self._shapes = value_shapes if along_tokens else key_shapes
         for name, shape in self._shapes(batch, heads, round_up(capacity), head_dim, config.bits).items():
             setattr(self, name, empty(shape, torch.float16 if name == "scale" else torch.int32, device))
+        self._tensors: list[torch.Tensor] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """The nine tensors an operator takes, in the order of ``layout.PACKED_FIELDS``."""
-        return [getattr(self, name) for name in PACKED_FIELDS]
+        """The nine tensors an operator takes, in the order of ``layout.PACKED_FIELDS``; the same list until one is replaced."""
+        if self._tensors is None:
+            self._tensors = [getattr(self, name) for name in PACKED_FIELDS]
+        return self._tensors
 
     @property
     def capacity(self) -> int:
@@ -79,6 +82,7 @@ class PackedStore:
         """Makes room for ``tokens`` in all, one buffer at a time."""
         if tokens <= self.capacity:
             return
+        self._tensors = None  # it would keep the old buffers
         batch, heads = self.scale.shape[:2]
         used = round_up(self.length)
         shapes = self._shapes(batch, heads, grown(tokens), self.head_dim, self.config.bits)
@@ -106,6 +110,7 @@ class PackedStore:
 
     def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor with a batch dim by ``function`` of it (reorder, repeat, select)."""
+        self._tensors = None
         for name in _PER_TOKEN + _PER_SEQUENCE:
             tensor = getattr(self, name)
             if tensor.ndim > 1:  # an absent part is an empty vector; a store without a token yet has a batch too
@@ -130,11 +135,23 @@ class ExactStore:
 
     @property
     def keys(self) -> torch.Tensor:
-        return self.key_buffer[:, :, : self.length]
+        return self.key_buffer.narrow(2, 0, self.length)
 
     @property
     def values(self) -> torch.Tensor:
-        return self.value_buffer[:, :, : self.length]
+        return self.value_buffer.narrow(2, 0, self.length)
+
+    def keys_and_values(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first ``length`` tokens."""
+        return self.key_buffer.narrow(2, 0, length), self.value_buffer.narrow(2, 0, length)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether ``num_tokens`` more can be written where the buffers are."""
+        return self._owned and self.length + num_tokens <= self.key_buffer.shape[2]
+
+    def place(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of both buffers behind the last token, where ``num_tokens`` more go."""
+        return self.key_buffer.narrow(2, self.length, num_tokens), self.value_buffer.narrow(2, self.length, num_tokens)
 
     @property
     def token_bytes(self) -> int:
@@ -147,12 +164,16 @@ class ExactStore:
         if self.key_buffer is None:
             self.key_buffer, self.value_buffer, self.length = keys, values, keys.shape[2]
             return
-        tokens = self.length + keys.shape[2]
-        if not self._owned or tokens > self.key_buffer.shape[2]:
-            self.keep(self.keys, self.values, _room_for(tokens, room))
-        self.key_buffer[:, :, self.length : tokens] = keys
-        self.value_buffer[:, :, self.length : tokens] = values
-        self.length = tokens
+        fresh = keys.shape[2]
+        if not self.has_room(fresh):
+            self.keep(self.keys, self.values, _room_for(self.length + fresh, room))
+        self.fill(self.place(fresh), keys, values)
+
+    def fill(self, place: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes the next tokens into their :meth:`place`."""
+        place[0].copy_(keys)
+        place[1].copy_(values)
+        self.length += keys.shape[2]
 
     def keep(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
         """Holds copies of ``keys`` and ``values`` instead, in buffers of ``capacity`` tokens."""

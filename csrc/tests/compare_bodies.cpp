@@ -1,6 +1,6 @@
 // Compares every body that the running machine can execute with the scalar one, on random and edge problems, without
-// torch. Outputs start as NaN between sentinels, scratch as NaN. Prints the worst difference of each function and exits
-// with 1 if one is too large. tests/test_neon.py builds and runs it.
+// torch. Outputs start as NaN between sentinels, scratch as NaN, and behind inputs nothing can be read. Prints the
+// worst difference of each function and exits with 1 if one is too large. tests/test_neon.py builds and runs it.
 #include "bodies.h"
 #include "cut.h"
 #include "problems.h"
@@ -73,7 +73,7 @@ struct Suite {
       merges{ours.name, "merge"};
 
   // Rows through the identity: what is left is the conversion, which must be that of the scalar body bit for bit.
-  void convert(const std::vector<char> &rows, Dtype from, Dtype to) {
+  void convert(const Vector<char> &rows, Dtype from, Dtype to) {
     constexpr int dim = MAX_HEAD_DIM;
     RotationData identity(dim, IDENTITY);
     int64_t count = rows.size() / element_bytes(from) / dim;
@@ -99,7 +99,7 @@ struct Suite {
     return a == b || ((a & size) > infinity && (b & size) > infinity);  // any NaN for any NaN
   }
   void convert_all() {
-    std::vector<char> halves(2 << 16), floats(4 << 16);
+    Vector<char> halves(2 << 16), floats(4 << 16);
     for (int i = 0; i < 1 << 16; i++) {
       uint32_t word = rng(), near_half = word_of(from_float16((uint16_t)i)) + 0x1000 + (int)(rng() % 3) - 1;
       word = i % 3 == 0 ? near_half : i % 3 == 1 ? (uint32_t)i << 16 | (0x7fff + rng() % 3) : word;
@@ -137,6 +137,7 @@ struct Suite {
     for (int piece = 0; piece < 2; piece++) {
       int64_t start = piece ? first : 0, tokens = piece ? p.length - first : first;
       Tensor x(p.dtype, p.batch, p.heads, tokens, dim, 4 * piece);
+      if (tokens) memset(x.memory.data(), 0, dim * element_bytes(p.dtype));  // one token is zero
       run_code(scalar.encode, theirs, x.dense, start, tokens, rule);
       run_code(ours.encode, mine, x.dense, start, tokens, rule);
     }
@@ -158,7 +159,7 @@ struct Suite {
     Tensor exact_values(p.dtype, p.batch, p.heads, p.exact, p.value_dim, 4);
     if (p.bad) memset(q.memory.data(), 0xff, element_bytes(p.dtype));  // NaN
     MaskData mask(p.mask, p);
-    std::vector<float> sink_logits = normal(heads);
+    Vector<float> sink_logits = normal(heads);
     Attention a{};
     a.keys = keys.store(), a.values = values.store(), a.shared = p.shared;
     a.q = q.dense, a.p = weights.dense, a.exact_keys = exact_keys.dense, a.exact_values = exact_values.dense;
@@ -200,7 +201,7 @@ struct Suite {
   void merge(int dim, Dtype dtype, int64_t pieces) {
     constexpr int64_t heads = 3, queries = 2, batch = 2, rows = batch * heads * queries;
     Tensor outs(dtype, pieces * batch, heads, queries, dim, 4);
-    std::vector<float> lses = normal(pieces * rows, 5);
+    Vector<float> lses = normal(pieces * rows, 5);
     for (int64_t i = 0; i < pieces * rows; i++)
       if (i % rows == 1 || (i % rows == 2 && i < rows)) lses[i] = -INFINITY;  // of all pieces, of one
     Output out[2] = {Output(rows * dim), Output(rows * dim)}, lse[2] = {Output(rows), Output(rows)};

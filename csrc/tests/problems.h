@@ -2,7 +2,9 @@
 #pragma once
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include <cmath>
 #include <random>
@@ -19,10 +21,28 @@ namespace kvq {
 constexpr int FENCE = 64;
 constexpr float SENTINEL = 12345;
 
+// Memory that ends where the readable memory does, so that a read behind an input is a crash.
+template <class T>
+struct Guarded {
+  using value_type = T;
+  static constexpr size_t PAGE = 1 << 16;  // a multiple of what machines have
+  static size_t bytes(size_t n) { return (n * sizeof(T) + PAGE - 1) / PAGE * PAGE; }
+  T *allocate(size_t n) {
+    char *memory = (char *)mmap(nullptr, bytes(n) + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED || mprotect(memory + bytes(n), PAGE, PROT_NONE)) abort();
+    return (T *)(memory + bytes(n)) - n;
+  }
+  void deallocate(T *x, size_t n) { munmap((char *)(x + n) - bytes(n), bytes(n) + PAGE); }
+  bool operator==(const Guarded &) const { return true; }
+  bool operator!=(const Guarded &) const { return false; }
+};
+template <class T>
+using Vector = std::vector<T, Guarded<T>>;
+
 std::mt19937 rng(7);
-std::vector<float> normal(int64_t n, float size = 1, float mean = 0) {
+Vector<float> normal(int64_t n, float size = 1, float mean = 0) {
   std::normal_distribution<float> draw(mean, size);
-  std::vector<float> x(n);
+  Vector<float> x(n);
   for (float &v : x) v = draw(rng);
   return x;
 }
@@ -71,12 +91,12 @@ double difference(Output &ours, Output &theirs, int64_t row) {
 
 // A tensor [batch, heads, tokens, dim] whose rows lie `gap` elements apart.
 struct Tensor {
-  std::vector<char> memory;
+  Vector<char> memory;
   Dense dense;
   Tensor(Dtype dtype, int64_t batch, int64_t heads, int64_t tokens, int dim, int gap) {
     int64_t stride = dim + gap, rows = batch * heads * tokens;
-    std::vector<float> values = normal(rows * dim);
-    memory.assign(rows * stride * element_bytes(dtype) + 1, (char)0xff);
+    Vector<float> values = normal(rows * dim);
+    memory.assign(rows ? (rows * stride - gap) * element_bytes(dtype) : 0, (char)0xff);
     dense = {memory.data(), dtype, {heads * tokens * stride, tokens * stride, stride}};
     for (int64_t i = 0; i < rows * dim; i++) {
       char *to = memory.data() + element_bytes(dtype) * (i / dim * stride + i % dim);
@@ -91,7 +111,7 @@ Dense dense_of(Output &x, int64_t heads, int64_t tokens, int64_t dim) {
 
 enum RotationKind { IDENTITY, MIXED_BLOCKS, TWO_ROUNDS, DENSE };
 struct RotationData {
-  std::vector<float> signs, blocks, matrix;
+  Vector<float> signs, blocks, matrix;
   Rotation rotation;
   RotationData(int dim, RotationKind kind) {
     int rounds = kind == MIXED_BLOCKS ? 1 : kind == TWO_ROUNDS ? 2 : 0;
@@ -112,9 +132,9 @@ const float CODEBOOKS[3][MAX_LEVELS] = {{.4528f, 1.5104f},
 struct Packed {
   int64_t batch, heads, capacity;
   bool along_tokens;
-  std::vector<uint32_t> sign, mag;
-  std::vector<uint16_t> scale;
-  std::vector<float> centre, balance;
+  Vector<uint32_t> sign, mag;
+  Vector<uint16_t> scale;
+  Vector<float> centre, balance;
   RotationData rotation;
   int dim, bits;
   Packed(int64_t batch, int64_t heads, int64_t tokens, int dim, int bits, bool along, RotationKind kind, bool plain)
@@ -176,16 +196,17 @@ struct Problem {
 
 enum MaskKind { NO_MASK, BOOL_MASK, FLOAT_MASK, SHARED_MASK, DEAD_MASK, NUM_MASKS };
 struct MaskData {
-  std::vector<uint8_t> seen;
-  std::vector<float> added;
+  Vector<uint8_t> seen;
+  Vector<float> added;
   Mask mask{};
   MaskData(int kind, const Problem &p) {
     if (kind == NO_MASK) return;
     int64_t heads = p.heads * p.group, width = p.length + p.exact, rows = p.batch * heads * p.queries;
+    seen.resize(rows * width), added.resize(rows * width);
     for (int64_t i = 0; i < rows * width; i++) {
       bool dead = kind == DEAD_MASK && i / width % p.queries == 0;
-      seen.push_back(!dead && rng() % 4 > 0);
-      added.push_back(seen.back() ? (float)(rng() % 100) / 50 : -INFINITY);
+      seen[i] = !dead && rng() % 4 > 0;
+      added[i] = seen[i] ? (float)(rng() % 100) / 50 : -INFINITY;
     }
     mask = {kind == FLOAT_MASK ? (void *)added.data() : seen.data(),
             kind != FLOAT_MASK,

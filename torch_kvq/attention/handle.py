@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from .pieces import Pieces
+from .pieces import Pieces, upper_left_causal
 
 _HANDLERS: dict[Callable, list[tuple[Callable, frozenset[str] | None]]] = {}
 
@@ -37,13 +37,22 @@ def handles(*functions: Callable) -> Callable:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor without data that can be made dense. Subclasses define ``dense(reason)``."""
+    """A tensor without data that can be made dense. Subclasses define ``dense(reason)``.
+
+    What is read most is held as plain attributes, which hide the properties of ``torch.Tensor`` and their dispatch.
+    """
+
+    shape: torch.Size = torch.Size()
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
     @classmethod
     def of_shape(cls, shape, like: torch.Tensor) -> "LazyTensor":
         """An empty shell of ``shape`` with the dtype and device of ``like``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        shape, dtype, device = torch.Size(shape), like.dtype, like.device
+        shell = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        shell.shape, shell.dtype, shell.device = shape, dtype, device
+        return shell
 
     def dense(self, reason: str) -> torch.Tensor:
         raise NotImplementedError
@@ -93,13 +102,14 @@ class KVHandle(LazyTensor):
     @staticmethod
     def make(pieces: Pieces, role: str, repeat: int = 1, form: str = "plain") -> "KVHandle":
         exact = pieces.exact_keys if role == "k" else pieces.exact_values
-        batch, heads, _, dim = exact.shape
-        tokens = pieces.num_tokens
-        shape = {
-            "plain": (batch, heads * repeat, tokens, dim),
-            "grouped": (batch, heads, repeat, tokens, dim),
-            "transposed": (batch, heads * repeat, dim, tokens),
-        }[form]
+        batch, heads, exact_len, dim = exact.shape
+        tokens = exact_len + pieces.length
+        if form == "plain":
+            shape = (batch, heads * repeat, tokens, dim)
+        elif form == "grouped":
+            shape = (batch, heads, repeat, tokens, dim)
+        else:
+            shape = (batch, heads * repeat, dim, tokens)
         handle = KVHandle.of_shape(shape, exact)
         handle.pieces, handle.role, handle.repeat, handle.form = pieces, role, repeat, form
         return handle
@@ -124,20 +134,24 @@ def is_handle(x, role: str, form: str = "plain") -> bool:
 
 @handles(F.scaled_dot_product_attention)
 def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    if not (is_handle(key, "k") and is_handle(value, "v") and key.pieces.same_as(value.pieces)):
+    if not (is_handle(key, "k") and is_handle(value, "v")):
         return NotImplemented
-    pieces = key.pieces
+    if key.pieces is not value.pieces and not key.pieces.same_as(value.pieces):
+        return NotImplemented
+    pieces, packed = key.pieces, key.pieces.is_packed
     strange = isinstance(query, LazyTensor) or query.dim() != 4 or query.shape[0] != key.shape[0]
-    if strange or pieces.is_packed and dropout_p:
+    if strange or packed and dropout_p:
         return NotImplemented
-    pieces.layer.saw_queries(query)
-    pieces.layer.saw_mask(attn_mask)
-    if pieces.is_packed:
-        out = pieces.sdpa(query, attn_mask, dropout_p, is_causal, scale)
+    if packed:
+        mask = upper_left_causal(query, pieces.num_tokens) if is_causal else attn_mask
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        out, _ = pieces.attend(query, mask, scale, lse=pieces.layer.unread_lse(query))
     else:
+        pieces.layer.saw_queries(query)
+        pieces.layer.saw_mask(attn_mask)
         dense = (key.dense("sdpa"), value.dense("sdpa"))
         out = F.scaled_dot_product_attention(query, *dense, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    pieces.layer.answered(pieces.is_packed)
+    pieces.layer.answered(packed)
     return out
 
 
@@ -182,8 +196,7 @@ def _expand(x, *shape):
     shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if not (isinstance(x, KVHandle) and x.form == "grouped" and x.repeat == 1 and len(shape) == 5):
         return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
-        kept = all(want in (-1, have) for place, (want, have) in enumerate(zip(shape, x.shape)) if place != 2)
+    kept = all(want in (-1, have) for place, (want, have) in enumerate(zip(shape, x.shape)) if place != 2)
     return x.in_form("grouped", shape[2]) if kept and shape[2] > 0 else NotImplemented
 
 
@@ -192,8 +205,7 @@ def _reshape(x, *shape):
     shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if not (isinstance(x, KVHandle) and x.form == "grouped" and len(shape) == 4):
         return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
-        batch, heads, repeat, tokens, dim = x.shape
+    batch, heads, repeat, tokens, dim = x.shape
     whole = (batch, heads * repeat, tokens, dim)
     inferred = [want for want in shape if want == -1]
     fits = all(want in (-1, have) for want, have in zip(shape, whole))

@@ -42,7 +42,7 @@ def kvq_attention_forward(
     layer.saw_queries(query)
     layer.saw_mask(attention_mask)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, _ = key.pieces.attend(query, attention_mask, scaling, softcap or 0.0, s_aux)
+    out, _ = key.pieces.attend(query, attention_mask, scaling, softcap or 0.0, s_aux, lse=layer.unread_lse(query))
     layer.answered(True)
     return out.transpose(1, 2).contiguous(), None
 

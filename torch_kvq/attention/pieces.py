@@ -13,7 +13,7 @@ from .. import ops
 from .order import TokenOrder
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Pieces:
     """A snapshot of one layer; it stays valid while the layer goes on.
 
@@ -71,14 +71,6 @@ class Pieces:
         stored = torch.cat([exact[:, :, : self.num_sinks], body, exact[:, :, self.num_sinks :]], 2)
         return stored if self.order is None else self.order.to_sequence(stored, 2)
 
-    def sdpa(self, query: torch.Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None) -> torch.Tensor:
-        """``F.scaled_dot_product_attention`` of ``query [B, Hq, M, D]`` on the packed data."""
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if is_causal:
-            attn_mask = upper_left_causal(query, self.num_tokens)
-        out, _ = self.attend(query, attn_mask, scale)
-        return out
-
     def attend(
         self,
         query: torch.Tensor,
@@ -87,6 +79,7 @@ class Pieces:
         softcap: float = 0.0,
         sink_logits: torch.Tensor | None = None,
         start: int = 0,
+        lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Softmax attention over every token.
 
@@ -97,6 +90,7 @@ class Pieces:
             softcap: ``c`` of ``c * tanh(x / c)``; 0 is off.
             sink_logits: ``[Hq]``, logits that join the denominator only (gpt-oss).
             start: packed tokens before it are out of reach (sliding window).
+            lse: to be filled and returned, a new one by default.
 
         Returns:
             ``out [B, Hq, M, Dv]`` in the dtype of ``query`` and ``lse [B, Hq, M]`` float32.
@@ -104,18 +98,18 @@ class Pieces:
         query = _operand("query", query)
         batch, heads, tokens = query.shape[:3]
         values = self.exact_values if self.values else self.exact_keys
-        out = torch.empty((batch, heads, tokens, values.shape[-1]), dtype=query.dtype, device=query.device)
-        lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=query.device)
-        mask = self._stored_mask(mask, (batch, heads, tokens, self.num_tokens))
+        value_dim = values.shape[-1]
+        out = torch.empty_like(query) if value_dim == query.shape[-1] else query.new_empty((batch, heads, tokens, value_dim))
+        lse = query.new_empty((batch, heads, tokens), dtype=torch.float32) if lse is None else lse
+        if mask is not None:
+            mask = self._stored_mask(mask, (batch, heads, tokens, self.num_tokens))
         ops.attend(
             query, self.keys, self.values, self.exact_keys, values, mask, sink_logits,
             start, self.length, self.num_sinks, scale, softcap, out, lse,
         )  # fmt: skip
         return out, lse
 
-    def _stored_mask(self, mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
-        if mask is None:
-            return None
+    def _stored_mask(self, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise ValueError(f"attn_mask must be bool (True = attend) or float (added), got {mask.dtype}")
         if mask.dtype not in (torch.bool, torch.float32):

@@ -10,12 +10,29 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_states(layer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-    """Raises ``ValueError`` for states that ``layer`` cannot take; see ``IsoQuantLayer.update``."""
+    """Raises ``ValueError`` for states that ``layer`` cannot take; see ``IsoQuantLayer.update``.
+
+    States of the form that it took last, as in every decode step, are looked at for gradients and numbers only.
+    """
+    form = (key_states.shape, key_states.dtype, key_states.device, value_states.shape, value_states.dtype, value_states.device)
+    if form != layer.accepted_form:
+        _check_form(layer, key_states, value_states)
+    if torch.is_grad_enabled():
+        for name, x in (("key_states", key_states), ("value_states", value_states)):
+            if x.requires_grad:
+                raise ValueError(f"{name} must not require gradients: a packed cache cannot be trained through; use no_grad")
+    if key_states.is_cpu or key_states.shape[2] > 1:  # elsewhere a decode step would wait for the device
+        for name, x in (("key_states", key_states), ("value_states", value_states)):
+            if not is_finite(x):
+                raise ValueError(f"{name} must be finite, got inf or nan in layer {layer.index}")
+    layer.accepted_form = form
+
+
+def _check_form(layer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Shape, dtype and device: fit to be packed, and those of the tokens that the layer holds."""
     for name, x in (("key_states", key_states), ("value_states", value_states)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} must not require gradients: a packed cache cannot be trained through; use no_grad")
     if key_states.shape[:3] != value_states.shape[:3]:
         raise ValueError(
             "value_states must have the batch, heads and tokens of key_states "
@@ -28,9 +45,6 @@ def check_states(layer, key_states: torch.Tensor, value_states: torch.Tensor) ->
     else:
         _check_same(layer, "key_states", layer.exact.key_buffer, key_states)
         _check_same(layer, "value_states", layer.exact.value_buffer, value_states)
-    for name, x in (("key_states", key_states), ("value_states", value_states)):
-        if (x.device.type == "cpu" or x.shape[2] > 1) and not is_finite(x):
-            raise ValueError(f"{name} must be finite, got inf or nan in layer {layer.index}")
 
 
 def _check_first(key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -57,4 +71,4 @@ def _check_same(layer, name: str, held: torch.Tensor, x: torch.Tensor) -> None:
 
 def is_finite(x: torch.Tensor) -> bool:
     """Whether all of ``x`` is finite: its sum is, or else, since sums overflow, each element."""
-    return math.isfinite(float(x.sum(dtype=torch.float32))) or bool(torch.isfinite(x).all())
+    return math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())

@@ -63,6 +63,13 @@ def module_of_caller(depth: int = 2) -> weakref.ref | None:
     return None
 
 
+def is_in_a_model() -> bool:
+    """Whether any of the calling frames is a module's; taken for granted where ``torch.compile`` hides them."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(isinstance(frame.f_locals.get("self"), torch.nn.Module) for frame in _frames(2))
+
+
 def _frames(depth: int, most: int = _MAX_FRAMES):
     frame = sys._getframe(depth)
     for _ in range(most):

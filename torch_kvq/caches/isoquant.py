@@ -4,11 +4,12 @@ import warnings
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .discovery import config_of_caller, generation_options, make_layers, module_of_caller
+from .discovery import config_of_caller, generation_options, make_layers
 from .layer import IsoQuantLayer, check_crop
+from .owner import Ownership
 from .report import CacheReport, resident_bytes
 from .settings import IsoQuantSettings
 from .stats import CacheStats
@@ -67,8 +68,8 @@ class IsoQuantCache(Cache):
             prefill, defer_limit,
         )  # fmt: skip
         self.stats = CacheStats()
-        self._has_config, self._config, self._layers, self._owners = config is not None, config, [], {}
-        self._is_bound, self._is_guess, self._is_broken, self._deferred = False, False, False, prefill == "deferred"
+        self._has_config, self._config, self._ownership = config is not None, config, Ownership()
+        self._is_bound, self._is_guess, self._deferred = False, False, prefill == "deferred"
         super().__init__(layer_class_to_replicate=self._new_layer)
         if config is not None:
             self._bind(config)
@@ -87,13 +88,14 @@ class IsoQuantCache(Cache):
 
     @layers.setter
     def layers(self, layers: list) -> None:
-        self._layers = layers
+        packed = [index for index, layer in enumerate(layers) if isinstance(layer, IsoQuantLayer)]
+        self._layers, self._first, self._last = layers, *((packed[0], packed[-1]) if packed else (0, -1))
 
     def _bind(self, config: PreTrainedConfig) -> None:
         layers = make_layers(config, self.settings, self.stats)
         self._is_bound, self._config = True, config
         if layers:
-            self._layers, self.layer_class_to_replicate = layers, None
+            self.layers, self.layer_class_to_replicate = layers, None
 
     def _confirm(self) -> None:
         """Before the first tokens: the model that asked first may have been a user's module with a config of its own."""
@@ -115,78 +117,29 @@ class IsoQuantCache(Cache):
     def _packed_layers(self) -> list[IsoQuantLayer]:
         return [layer for layer in self._layers if isinstance(layer, IsoQuantLayer)]
 
-    def _first_packed(self) -> int:
-        return next((index for index, layer in enumerate(self._layers) if isinstance(layer, IsoQuantLayer)), 0)
-
     def _begin_forward(self, fresh: int) -> None:
         """Called before the first packed layer of a forward takes its ``fresh`` tokens."""
-        self._undo_failed_forward(fresh)
+        self.stats.warn_of_fallback()
+        self._ownership.undo_failed_forward(self._layers, self._first, self.get_seq_length(), fresh)
         options = generation_options(3) if fresh > 1 else None
         if options is not None and options.use_cache is False:
             raise ValueError(
                 "use_cache must be True with past_key_values: without it generate feeds every token at every step, got False"
             )
-        if fresh > 1 and self.settings.prefill == "auto":
+        if fresh == 1:
+            for layer in self._packed_layers():
+                layer.make_ready()
+        elif self.settings.prefill == "auto":
             self._deferred = bool(getattr(options, "prefill_chunk_size", None))
             for layer in self._packed_layers():
                 layer.deferred = self._deferred
-
-    def _check_owner(self, index: int) -> None:
-        """Refuses tokens of a second attention module for a layer: another model, or cross-attention."""
-        module = module_of_caller(3)
-        if module is None:
-            return
-        owner = self._owners.get(index, module)
-        length = self._layers[index].get_seq_length() if index < len(self._layers) else 0
-        if owner() is not module() and length:
-            raise ValueError(
-                f"past_key_values must serve one model: layer {index} holds {length} tokens of another attention module "
-                f"than this {type(module()).__name__}. Call reset() or use a new cache; an encoder-decoder model needs "
-                "EncoderDecoderCache(IsoQuantCache(), DynamicCache())"
-            )
-        self._owners[index] = module
-
-    def _undo_failed_forward(self, fresh: int) -> None:
-        """A forward that raised midway left its tokens in the first layers only: packed layers give them back."""
-        length, first = self.get_seq_length(), self._first_packed()
-        layers = self._packed_layers()
-        ragged = any(layer.get_seq_length() != length for layer in layers)
-        for index, layer in enumerate(self._layers):
-            if isinstance(layer, LinearAttentionLayer):
-                self._is_broken |= ragged
-            elif not isinstance(layer, IsoQuantLayer):
-                expected = length + fresh if index < first else length
-                self._is_broken |= getattr(layer, "cumulative_length", expected) != expected
-        self._check_whole()
-        if ragged:
-            for layer in layers:
-                layer.crop(length - layer.get_seq_length())
-
-    def _forget_forward(self, index: int) -> None:
-        """Layer ``index`` refused its tokens. What is not packed keeps no record of how it was before this forward."""
-        layers = enumerate(self._layers[: index + 1])
-        others = [
-            isinstance(layer, LinearAttentionLayer) if at == index else type(layer) is not IsoQuantLayer for at, layer in layers
-        ]
-        if any(others) and self.get_seq_length() == 0:
-            self._start_over()
-        else:
-            self._is_broken |= any(others)
-
-    def _check_whole(self) -> None:
-        if self._is_broken:
-            raise ValueError(
-                "past_key_values holds tokens of a forward that failed midway, and layers that are not packed (see report()) "
-                "cannot take them back: call reset()"
-            )
 
     def _start_over(self) -> None:
         """New layers. Those of the library are not all empty after their ``reset``."""
         recorded = any(getattr(layer, "record_past", False) for layer in self._layers)
         for layer in self._packed_layers():
             layer.reset()
-        self._layers, self.layer_class_to_replicate = [], self._new_layer
-        self._is_broken, self._owners = False, {}
+        self.layers, self.layer_class_to_replicate, self._ownership = [], self._new_layer, Ownership()
         if self._is_bound:
             self._bind(self._config)
             if recorded:
@@ -210,22 +163,28 @@ class IsoQuantCache(Cache):
                 "window, if the model has one, keeps all tokens. Pass IsoQuantCache(config=model.config).",
                 stacklevel=2,
             )
-        self._check_whole()
+        self._ownership.check_whole()
         if self._is_bound and layer_idx >= len(layers) > 0:
             raise ValueError(f"config must be that of the model: it has {len(layers)} layers, got layer_idx {layer_idx}")
         try:
-            self._check_owner(layer_idx)
-            if layer_idx == self._first_packed():
+            self._ownership.check(layers, layer_idx)
+            if layer_idx == self._first:
                 self._begin_forward(key_states.shape[-2])
+            if layer_idx < len(layers):
+                return layers[layer_idx].update(key_states, value_states, *args, **kwargs)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
-            self._forget_forward(layer_idx)
+            length = self.get_seq_length()
+            if self._ownership.breaks(layers, layer_idx, length) and not length:
+                self._start_over()
             raise
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that every packed layer holds; those of a forward that failed midway do not count."""
-        lengths = [layer.get_seq_length() for layer in self._packed_layers()]
-        return min(lengths) if lengths and layer_idx == 0 else super().get_seq_length(layer_idx)
+        """Tokens that the first and the last packed layer hold; those of a forward that failed midway do not count."""
+        layers = self._layers
+        if layer_idx == 0 and layers and isinstance(layers[self._first], IsoQuantLayer):
+            return min(layers[self._first].get_seq_length(), layers[self._last].get_seq_length())
+        return super().get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for ``layer_idx`` covers."""
@@ -250,9 +209,6 @@ class IsoQuantCache(Cache):
         """Forgets all tokens. The next call may come from another model, unless ``config`` was given."""
         self._is_bound = self._has_config
         self._start_over()
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_owners": {}}
 
     def __iter__(self):
         """Keys, values and ``None`` (or the window of a sliding layer) of every layer, as ``DynamicCache`` gives them."""

@@ -15,7 +15,7 @@ from ..attention.handle import KVHandle
 from ..attention.order import TokenOrder, leading_padding, sinks_first
 from ..attention.pieces import Pieces
 from ..codecs.statistics import QueryMoments, channel_balance, masked_mean, second_moment
-from ..store import ExactStore, PackedStore
+from ..store import ExactStore, PackedStore, empty
 from .checks import check_states
 from .settings import IsoQuantSettings
 from .stats import CacheStats
@@ -56,6 +56,9 @@ class IsoQuantLayer(CacheLayerMixin):
         self._pending_query: torch.Tensor | None = None
         self._visible: torch.Tensor | None = None
         self._fresh_len = 0
+        self.accepted_form: tuple | None = None
+        self._step: tuple | None = None
+        self._lse: torch.Tensor | None = None
         self._account()
 
     # ---- transformers' interface
@@ -77,13 +80,17 @@ class IsoQuantLayer(CacheLayerMixin):
         Raises:
             ValueError: shape, dtype, device, head dim, gradients or values that are not finite; nothing was changed.
         """
-        self.stats.warn_of_fallback()
         check_states(self, key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        fresh = key_states.shape[2]
-        if self.exact.length:
-            self._settle()  # a block is full, or an attention call was never answered
+        fresh, step, self._step = key_states.shape[2], self._step, None
+        if step is not None and fresh == 1:
+            place, handles = step
+            self.exact.fill(place, key_states, value_states)
+            self.decoding, self._fresh_len = True, 1
+            return handles
+        if self.exact.length and self._is_due():  # a block is full, or an attention call was never answered
+            self._pack()
         short = fresh == 1 or (self.record_past and fresh <= SHORT_QUERY_LEN)
         self.decoding = short and self.exact.length > 0
         self.exact.append(key_states, value_states, self.settings.exact_len)
@@ -95,27 +102,33 @@ class IsoQuantLayer(CacheLayerMixin):
             return pieces.exact_keys, pieces.exact_values
         return self.handles(pieces)
 
+    def make_ready(self) -> None:
+        """Makes what the update of a decode step needs, but for its token: where it goes, and the handles.
+
+        A cache lets all its layers do so in one loop at the beginning of the step: what runs there is in the processor's caches
+        from the second layer on, and between the attention calls, which read all weights, it is not.
+        """
+        if self._step is None and self.keys_store is not None and self.exact.has_room(1) and not self._is_due():
+            self._step = self.exact.place(1), self.handles(self.pieces(fresh=1))
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_step": None}  # a copied handle is dense
+
     def handles(self, pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor]:
         return KVHandle.make(pieces, "k"), KVHandle.make(pieces, "v")
 
-    def pieces(self) -> Pieces:
-        """A snapshot that can answer queries."""
-        packed = self.keys_store is not None
-        return Pieces(
-            exact_keys=self.exact.keys,
-            exact_values=self.exact.values,
-            keys=self.keys_store.tensors() if packed else [],
-            values=self.values_store.tensors() if packed else [],
-            length=self.keys_store.length if packed else 0,
-            num_sinks=self.num_sinks,
-            order=self.order,
-            layer=self,
-        )
+    def pieces(self, fresh: int = 0) -> Pieces:
+        """A snapshot that can answer queries, ``fresh`` exact tokens included that are yet to be written."""
+        exact = self.exact.keys_and_values(self.exact.length + fresh)
+        keys, values = self.keys_store, self.values_store
+        if keys is None:
+            return Pieces(*exact, [], [], 0, 0, None, self)
+        return Pieces(*exact, keys.tensors(), values.tensors(), keys.length, self.settings.num_sinks, self.order, self)
 
     @property
     def num_sinks(self) -> int:
         """Exact tokens in front of the packed ones."""
-        return min(self.settings.num_sinks, self.exact.length) if self.keys_store is not None else 0
+        return self.settings.num_sinks if self.keys_store is not None else 0
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -164,6 +177,17 @@ class IsoQuantLayer(CacheLayerMixin):
             visible = (weights[:, :, -1] > 0).any(1)
             self._visible = leading_padding(visible)[:, None] <= torch.arange(visible.shape[1], device=visible.device)
 
+    def unread_lse(self, query: torch.Tensor) -> torch.Tensor:
+        """Where attention of ``query [B, Hq, M, D]`` may put a log-sum-exp that nobody reads, ``[B, Hq, M]`` float32.
+
+        It is kept for the next decode step, as making one takes as long as all else that an answer does beside its kernel.
+        """
+        if query.shape[2] > SHORT_QUERY_LEN:
+            return query.new_empty(query.shape[:3], dtype=torch.float32)
+        if self._lse is None or self._lse.shape != query.shape[:3]:
+            self._lse = empty(query.shape[:3], torch.float32, query.device)
+        return self._lse
+
     def answered(self, packed: bool) -> None:
         """The attention call of this forward is done, from packed data or not."""
         if packed:
@@ -175,8 +199,8 @@ class IsoQuantLayer(CacheLayerMixin):
                 valid = self._visible[:, -self._fresh_len :]
             self.moments.add(query, self.exact.keys.shape[1], valid)
         spare = SHORT_QUERY_LEN if self.record_past else 0  # drafts that may be taken back: the window is what is left then
-        if not packed or self.exact.length > self.settings.exact_len + spare:
-            self._settle(spare)  # a block of decoded tokens waits for the next update: this one's handles hold the stores
+        if (not packed or self.exact.length > self.settings.exact_len + spare) and self._is_due(spare):
+            self._pack(spare)  # a block of decoded tokens waits for the next update: this one's handles hold the stores
 
     # ---- packing
 
@@ -186,13 +210,13 @@ class IsoQuantLayer(CacheLayerMixin):
             return False
         settings = self.settings
         if self.keys_store is not None:
-            return self.exact.length - self.num_sinks >= settings.window_len + settings.flush_len + spare
+            return self.exact.length >= settings.exact_len + spare
         waiting = max(settings.window_len + settings.flush_len, MIN_STATISTICS_LEN) + spare
         return self.exact.length - settings.num_sinks >= waiting
 
-    def _settle(self, spare: int = 0) -> None:
-        if not self._is_due(spare):
-            return
+    def _pack(self, spare: int = 0) -> None:
+        """Packs all but the sinks, the window and ``spare`` tokens more."""
+        self._step = None
         if self.keys_store is None:
             self._learn()
         keys, values = self.exact.keys, self.exact.values
@@ -248,6 +272,7 @@ class IsoQuantLayer(CacheLayerMixin):
         remove = check_crop(tokens_to_remove, self.get_seq_length(), self.index)
         if not remove or not self.is_initialized:
             return
+        self._step = None
         remaining = self.get_seq_length() - remove
         if remaining == 0:
             self._clear()
@@ -280,6 +305,7 @@ class IsoQuantLayer(CacheLayerMixin):
                 part.map_batch(function)
         self.order = None if self.order is None else self.order.map_batch(function)
         self._visible = None if self._visible is None else function(self._visible)
+        self.accepted_form = self._step = None
         self._account()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

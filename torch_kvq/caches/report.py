@@ -1,6 +1,7 @@
 """What a cache holds, layer by layer, and how many bytes of it."""
 
 import dataclasses
+from collections import Counter
 
 import torch
 
@@ -18,6 +19,11 @@ _REASONS = {
 
 def resident_bytes(*roots) -> int:
     """Bytes of the distinct storages of all tensors reachable from ``roots`` through attributes, lists and dicts."""
+    return sum(_storages(*roots).values())
+
+
+def _storages(*roots) -> dict[tuple[torch.device, int], int]:
+    """Bytes of each of those storages by place."""
     storages, seen, waiting = {}, set(), list(roots)
     while waiting:
         item = waiting.pop()
@@ -35,12 +41,12 @@ def resident_bytes(*roots) -> int:
             waiting.extend(item)
         elif hasattr(item, "__dict__") and not isinstance(item, type):
             waiting.extend(vars(item).values())
-    return sum(storages.values())
+    return storages
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow:
-    """One layer: class name, what it does, tokens in all, packed and exact tokens, bytes."""
+    """One layer: class name, what it does, tokens in all, packed and exact tokens, bytes that no other layer uses."""
 
     index: int
     kind: str
@@ -53,13 +59,22 @@ class LayerRow:
 
 @dataclasses.dataclass(frozen=True)
 class CacheReport:
-    """Rows of a cache; ``str()`` joins neighbours that are alike."""
+    """Rows of a cache; ``str()`` joins neighbours that are alike.
+
+    ``num_shared_bytes`` are those of the rotations and codebooks that several layers use; with the bytes of all rows they make
+    the ``nbytes`` of the cache.
+    """
 
     rows: list[LayerRow]
+    num_shared_bytes: int
 
     @classmethod
     def of(cls, layers: list) -> "CacheReport":
-        return cls([_row(index, layer) for index, layer in enumerate(layers)])
+        held = [_storages(vars(layer)) for layer in layers]
+        uses = Counter(place for storages in held for place in storages)
+        own = [sum(size for place, size in storages.items() if uses[place] == 1) for storages in held]
+        shared = {place: size for storages in held for place, size in storages.items() if uses[place] > 1}
+        return cls([_row(index, layer, own[index]) for index, layer in enumerate(layers)], sum(shared.values()))
 
     def __str__(self) -> str:
         lines = [f"{'layers':>9} {'kind':34} {'tokens':>8} {'packed':>8} {'exact':>6} {'bytes':>12}  why"]
@@ -75,20 +90,22 @@ class CacheReport:
             lines.append(
                 f"{span:>9} {row.kind:34} {row.num_tokens:8,} {row.num_packed:8,} {row.num_exact:6,} {total:12,}  {row.reason}"
             )
+        if self.num_shared_bytes:
+            lines.append(f"{'shared':>9} {'':34} {'':8} {'':8} {'':6} {self.num_shared_bytes:12,}  rotations, codebooks")
         return "\n".join(lines)
 
 
-def _row(index: int, layer) -> LayerRow:
+def _row(index: int, layer, num_bytes: int) -> LayerRow:
     kind = type(layer).__name__
     if isinstance(layer, IsoQuantLayer):
         exact = layer.exact.length
         total = layer.get_seq_length()
-        return LayerRow(index, kind, _packed_reason(layer), total, total - exact, exact, resident_bytes(vars(layer)))
+        return LayerRow(index, kind, _packed_reason(layer), total, total - exact, exact, num_bytes)
     length = getattr(layer, "get_seq_length", None)
     total = length() if length is not None and getattr(layer, "is_initialized", False) else 0
     keys = getattr(layer, "keys", None)
     exact = keys.shape[-2] if isinstance(keys, torch.Tensor) and keys.dim() == 4 else 0
-    return LayerRow(index, kind, _REASONS.get(kind, "the model's own"), total, 0, exact, resident_bytes(vars(layer)))
+    return LayerRow(index, kind, _REASONS.get(kind, "the model's own"), total, 0, exact, num_bytes)
 
 
 def _packed_reason(layer: IsoQuantLayer) -> str:

@@ -1,6 +1,7 @@
 """The options of a compressed cache, checked once."""
 
 import dataclasses
+import functools
 
 from ..codecs.codebook import check_bits
 from ..codecs.isoquant import IsoQuantConfig
@@ -62,7 +63,7 @@ class IsoQuantSettings:
     def value_codec(self) -> IsoQuantConfig:
         return IsoQuantConfig(self.v_bits, self.rotation, self.v_scale, self.seed)
 
-    @property
+    @functools.cached_property
     def exact_len(self) -> int:
         """Exact tokens a layer holds at most once it is packed: sinks, window and one block that waits."""
         return self.num_sinks + self.window_len + self.flush_len

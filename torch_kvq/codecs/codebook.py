@@ -58,10 +58,10 @@ def lloyd_max(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
 
 
 def grid_levels(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
-    """The Lloyd-Max levels on the grid of the format: ``(n + 1/2)`` steps with ``n`` an integer and the largest at ``TOP_LEVEL``.
+    """The Lloyd-Max levels on the grid of the format: ``(n + 1/2)`` steps, ``n`` an integer, the largest at ``TOP_LEVEL``.
 
-    A kernel can then hold them as 8-bit integers without an error of its own; the mean squared error grows by less than
-    .6 % (4 bits), .1 % (3 bits), .03 % (2 bits).
+    A kernel can then hold them as 8-bit integers without an error of its own; the mean squared error grows by less
+    than .6 % (4 bits), .1 % (3 bits), .03 % (2 bits).
     """
     exact = lloyd_max(bits, head_dim)
     step = exact[-1] / TOP_LEVEL

@@ -46,7 +46,10 @@ def _log_moment(moment: torch.Tensor) -> torch.Tensor:
 
 
 class QueryMoments:
-    """Running second moments of the queries that a layer has seen, per kv head."""
+    """Running second moments of the queries that a layer has seen, per kv head.
+
+    Once every sequence has seen ``enough_tokens``, padding not counted, nothing is added any more.
+    """
 
     enough_tokens = 1024
 
@@ -61,13 +64,14 @@ class QueryMoments:
             return
         square = queries.detach().float().square().unflatten(1, (heads, -1)).mean(2)  # [B, H, M, D]
         if valid is None:
-            total, count = square.sum(-2), float(square.shape[-2])
+            total, tokens = square.sum(-2), square.shape[-2]
+            count = float(tokens)
         else:
-            total = (square * valid[:, None, :, None]).sum(-2)
+            total, tokens = (square * valid[:, None, :, None]).sum(-2), int(valid.sum(-1).min())
             count = valid.sum(-1).float()[:, None, None]
         self.total = total if self.total is None else self.total + total
         self.count = self.count + count
-        self.tokens += square.shape[-2]
+        self.tokens += tokens
 
     def mean(self) -> torch.Tensor | None:
         """``E[q_i^2]``, ``[B, H, D]``, or ``None`` if no query was seen. Sequences without one get equal channels."""

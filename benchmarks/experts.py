@@ -1,0 +1,290 @@
+"""A mixture of experts larger than its memory: load, bytes, speed, against a resident model and accelerate's disk offload.
+
+``python benchmarks/experts.py --device cpu --folder /disk/moe --json experts.json`` writes a 3.3 GB checkpoint of a generated
+Qwen3-MoE into ``--folder`` (16 layers of 64 experts of 3 MiB, top 8) unless it is there, and runs every mode in a process of
+its own. Routers are made to follow one synthetic trace with the locality published for a real model, the same in each mode.
+``Cold`` means that the page cache of the checkpoint and of the offload folder is dropped before each token; ours then reads
+with O_DIRECT. Memory is ``RssAnon``, sampled, beyond what the process held once everything was imported (some 300 MB);
+disk bytes are the kernel's count for the process.
+
+``--device cuda`` takes Qwen3-30B-A3B's shape with random weights, experts in page-locked memory, and no disk.
+Every bar is printed with its verdict; the exit status is 1 if one is missed.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import transformers
+from experts_model import (
+    PROMPT,
+    Foreteller,
+    Memory,
+    anonymous_bytes,
+    config,
+    decode,
+    drop_page_cache,
+    follow_trace,
+    write_checkpoint,
+)
+from torch import nn
+
+from torch_kvq import load_with_expert_offload, offload_experts
+from torch_kvq.experts import expert_device_map
+from torch_kvq.experts.families import find_experts
+from torch_kvq.experts.predictors import PREDICTORS
+
+SHARES, RECALLS = (0.25, 0.5, 0.75), (0.5, 0.8, 1.0)
+MB = 1e6
+
+# ---- one mode, in a process of its own
+
+
+def run_mode(args: argparse.Namespace) -> dict:
+    """``resident``, ``accelerate`` or ``ours``: load, then decode."""
+    torch.set_num_threads(args.threads)
+    quiet()
+    transformers.Qwen3MoeForCausalLM  # noqa: B018 - imported now, not within what is measured
+    base = anonymous_bytes()
+    drop_page_cache(args.folder)
+    offload_folder = tempfile.mkdtemp(dir=args.folder) if args.mode == "accelerate" else None
+    began = time.perf_counter()
+    with Memory() as memory:
+        model = load(args, offload_folder)
+        load_s = time.perf_counter() - began
+    dense = sum(p.nbytes for p in model.parameters()) - sum(
+        p.nbytes for module in find_experts(model).values() for p in module.parameters()
+    )
+    result = dict(load_s=load_s, load_anonymous=memory.peak - base, imports_anonymous=base, dense_bytes=dense)
+    handle = getattr(model, "expert_offload", None)
+    if handle is not None:
+        result["load_expert_bytes"] = handle.stats().bytes_read
+    if not args.own_routing:
+        follow_trace(model, PROMPT + args.tokens + 1)
+    if offload_folder:
+        os.sync()
+    cold = (lambda: drop_page_cache(args.folder, offload_folder)) if args.mode != "resident" else (lambda: None)
+    with Memory() as memory:
+        result.update(decode(model, args.tokens, cold))
+    result["decode_anonymous"] = memory.peak - base
+    if offload_folder:
+        for path in pathlib.Path(offload_folder).iterdir():
+            path.unlink()
+        os.rmdir(offload_folder)
+    return result
+
+
+def load(args: argparse.Namespace, offload_folder: str | None) -> nn.Module:
+    common = dict(dtype=torch.bfloat16, attn_implementation="sdpa")
+    if args.mode == "ours":
+        offload = dict(threads=args.io_threads)
+        if args.recall is not None:
+            offload.update(predictor=lambda model: Foreteller(args.recall), num_guesses=8)
+        if args.predictor:
+            offload.update(predictor=PREDICTORS[args.predictor], num_guesses=8)
+        return load_with_expert_offload(args.folder, args.share, io=args.io, offload=offload, **common)
+    if args.mode == "accelerate":
+        with torch.device("meta"):
+            common["device_map"] = expert_device_map(transformers.AutoModelForCausalLM.from_config(config("cpu")))
+        common["offload_folder"] = offload_folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.folder, **common).eval()
+    if args.mode == "resident":  # transformers maps the file: bring everything into memory
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return model
+
+
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def spawn(args: argparse.Namespace, mode: str, **options) -> dict:
+    """The numbers of a mode; its process prints them as its last line."""
+    command = [sys.executable, __file__, "--mode", mode, "--folder", str(args.folder), "--threads", str(args.threads)]
+    for name, value in {"tokens": args.tokens, "io": args.io, "io_threads": args.io_threads, **options}.items():
+        command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{mode} failed")
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    print(f"{mode} {options}: " + line(result), flush=True)
+    return result
+
+
+def line(r: dict) -> str:
+    text = f"load {r['load_s']:.1f} s, {r['load_anonymous'] / MB:.0f} MB anonymous; " if "load_s" in r else ""
+    text += f"{1 / r['token_s']:.2f} tokens/s, prefill {r['prefill_s']:.2f} s, CPU {1e3 * r['cpu_s']:.0f} ms a token"
+    if "decode_anonymous" in r:
+        text += f", {r['decode_anonymous'] / MB:.0f} MB anonymous, {r['disk_bytes'] / MB:.0f} MB of disk"
+    if "hits" in r:
+        text += f", hits {r['hits'] / (r['hits'] + r['misses']):.3f}, {r['bytes_read'] / MB:.0f} MB of experts"
+        text += f", stall {1e3 * r['stall_s']:.0f} ms a token"
+    if r.get("guesses"):
+        text += f", {r['useful_guesses']} of {r['guesses']} guesses useful"
+    return text
+
+
+class Bars:
+    """Prints each bar with its verdict and remembers them."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def __call__(self, name: str, value: float, bar: float, at_most: bool = False, form: str = "{:.2f}") -> None:
+        met = value <= bar if at_most else value >= bar
+        self.rows.append(dict(name=name, value=value, bar=bar, at_most=at_most, met=met))
+        sign = "<=" if at_most else ">="
+        print(f"{'met   ' if met else 'MISSED'} {name}: {form.format(value)} (bar {sign} {form.format(bar)})")
+
+
+def run_cpu(args: argparse.Namespace, bars: Bars) -> dict:
+    if not (args.folder / "model.safetensors.index.json").exists():
+        print("writing the checkpoint", flush=True)
+        write_checkpoint(args.folder)
+    resident = spawn(args, "resident")
+    rival = spawn(args, "accelerate", tokens=args.accelerate_tokens)
+    ours = {share: spawn(args, "ours", share=share) for share in SHARES}
+    results = dict(resident=resident, accelerate=rival, **{f"ours {share}": ours[share] for share in SHARES})
+    quarter = ours[0.25]
+    dense = quarter["dense_bytes"]
+    bars("expert bytes read at load", max(r["load_expert_bytes"] for r in ours.values()), 0, True, "{:.0f}")
+    bars("anonymous MB at load", quarter["load_anonymous"] / MB, dense / MB + 200, True, "{:.0f}")
+    bars("load against accelerate's disk map, times faster", rival["load_s"] / quarter["load_s"], 5)
+    for share, r in ours.items():
+        limit = (dense + r["slot_bytes"]) / MB + 200
+        bars(f"anonymous MB in decode at {share:.0%}", r["decode_anonymous"] / MB, limit, True, "{:.0f}")
+        surplus = abs(r["bytes_read"] - r["misses"] * r["expert_bytes"])
+        bars(f"bytes read other than misses x expert at {share:.0%}", surplus, 0, True, "{:.0f}")
+        if args.io == "direct":
+            bars(f"disk bytes over bytes read at {share:.0%}", r["disk_bytes"] / r["bytes_read"], 1.1, True)
+    bars("cold decode at 25 % against accelerate, times faster", rival["token_s"] / quarter["token_s"], 5)
+    bars("CPU time a token at 25 % over resident", quarter["cpu_s"] / resident["cpu_s"], 1.4, True)
+    same = {r["tokens"] for r in results.values() if r is not rival}
+    bars("different texts of resident and offloaded", len(same), 1, True, "{:.0f}")
+    return results | (do_predictors_pay(args, quarter) if args.predictors else {})
+
+
+def do_predictors_pay(args: argparse.Namespace, quarter: dict) -> dict:
+    """Predictors that know the trace, to some part, say what guessing can bring here; the real ones follow the model's own
+    routing, which in a model of random weights says little: pass ``--folder`` with a real checkpoint."""
+    results = {}
+    for recall in RECALLS:
+        results[f"ours 0.25 recall {recall}"] = told = spawn(args, "ours", share=0.25, recall=recall)
+        print(verdict(f"a predictor of recall {recall}", told, quarter))
+    results["ours 0.25 own routing"] = plain = spawn(args, "ours", share=0.25, own_routing=True)
+    for name in args.predictors:
+        results[f"ours 0.25 {name}"] = guessed = spawn(args, "ours", share=0.25, own_routing=True, predictor=name)
+        print(verdict(name, guessed, plain))
+    return results
+
+
+def verdict(name: str, guessed: dict, plain: dict) -> str:
+    gain = plain["token_s"] / guessed["token_s"] - 1
+    return f"{name} {'pays' if gain > 0.02 else 'does not pay'} on this machine: {gain:+.1%} speed"
+
+
+def run_cuda(args: argparse.Namespace, bars: Bars) -> dict:
+    """Resident, then the same model with half and a quarter of its experts resident."""
+    quiet()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config("cuda", args.layers), attn_implementation="sdpa").eval()
+    follow_trace(model, 2 * (PROMPT + args.tokens + 1) * (1 + 2 * (1 + len(RECALLS))))
+    results = {"resident": warm(model, args.tokens)}
+    print("resident: " + line(results["resident"]), flush=True)
+    peak = link_peak()
+    print(f"link: {peak / 1e9:.1f} GB/s from page-locked memory", flush=True)
+    for share, bar in ((0.5, 0.5), (0.25, 0.33)):
+        for recall in (None, *(RECALLS if args.predictors else ())):
+            extra = dict(predictor=lambda model, recall=recall: Foreteller(recall), num_guesses=8) if recall else {}
+            handle = offload_experts(model, share, **extra)
+            if recall is None:
+                bars(f"copies at {share:.0%}, share of the link's peak", copy_rate(handle) / peak, 0.8)
+            key = f"ours {share}" + (f" recall {recall}" if recall else "")
+            results[key] = warm(model, args.tokens)
+            print(f"{key}: " + line(results[key]), flush=True)
+            if recall is None:
+                speed = results["resident"]["token_s"] / results[key]["token_s"]
+                bars(f"decode at {share:.0%} resident, share of resident speed", speed, bar)
+            else:
+                print(verdict(f"a predictor of recall {recall}", results[key], results[f"ours {share}"]))
+            handle.remove()
+    return results | {"link_peak": peak}
+
+
+def warm(model: nn.Module, num_tokens: int) -> dict:
+    """The second of two decodes: the first fills slots and compiles kernels."""
+    decode(model, num_tokens)
+    return decode(model, num_tokens)
+
+
+def link_peak(num_bytes: int = 1 << 28, rounds: int = 5) -> float:
+    """Bytes a second of one large copy from page-locked memory, the best of several."""
+    here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        there.copy_(here, non_blocking=True)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return num_bytes / best
+
+
+def copy_rate(handle, rounds: int = 4) -> float:
+    """Bytes a second of bringing in experts that are all missing, eight a layer as a token would."""
+    best = 0.0
+    for start in range(rounds):
+        for pool in set(handle.pools.values()):
+            pool.clear()
+        torch.cuda.synchronize()
+        began, total = time.perf_counter(), 0
+        for name, pool in handle.pools.items():
+            pool.request(name, list(range(8 * start, 8 * start + 8))).wait()
+            total += 8 * pool.spec.nbytes
+        torch.cuda.synchronize()
+        best = max(best, total / (time.perf_counter() - began))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--folder", type=pathlib.Path, help="of the checkpoint, on the disk to measure")
+    parser.add_argument("--threads", type=int, default=1, help="that compute, on the CPU")
+    parser.add_argument("--tokens", type=int, default=40, help="decoded in each mode")
+    parser.add_argument("--accelerate-tokens", type=int, default=5)
+    parser.add_argument("--io", default="direct", choices=["direct", "pread", "mmap"])
+    parser.add_argument("--io-threads", type=int, default=2)
+    parser.add_argument("--layers", type=int, help="of the model on CUDA, default 48")
+    parser.add_argument("--predictors", nargs="*", default=[], choices=list(PREDICTORS), help="to measure as well")
+    parser.add_argument("--json", help="file for all numbers")
+    parser.add_argument("--mode", choices=["resident", "accelerate", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--recall", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--own-routing", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--predictor", choices=list(PREDICTORS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.mode:
+        print(json.dumps(run_mode(args)))
+        return
+    bars = Bars()
+    with tempfile.TemporaryDirectory() as scratch:
+        args.folder = args.folder or pathlib.Path(scratch)
+        results = (run_cpu if args.device == "cpu" else run_cuda)(args, bars)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(dict(results=results, bars=bars.rows), indent=1))
+    sys.exit(not all(row["met"] for row in bars.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What offloading refuses: by name, and with the model left as it was."""
+
+import pytest
+import tiny_moe
+import torch
+
+from torch_kvq import offload_experts
+from torch_kvq.experts.budget import make_slabs, parse_bytes, slots_for
+
+pytestmark = pytest.mark.versions
+
+
+@pytest.mark.parametrize("name, reason", [("llama4", "Llama4TextExperts.*every token"), ("dbrx", "DbrxExperts.*flat")])
+def test_families_that_cannot_be_offloaded(name, reason):
+    model = tiny_moe.build(name)
+    with pytest.raises(NotImplementedError, match=reason):
+        offload_experts(model, 3)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(budget=0), ValueError, "budget must hold at least one expert of 18,432 bytes, got 0"),
+        (dict(budget="18431 B"), ValueError, "at least one expert of 18,432 bytes"),
+        (dict(budget=1.5), ValueError, r"share in \(0, 1\]"),
+        (dict(budget="much"), ValueError, "size such as '8GiB'"),
+        (dict(budget=None), TypeError, "budget must be bytes"),
+        (dict(budget=True), TypeError, "budget must be bytes"),
+        (dict(budget=3, pin={"model.layers.0.mlp.experts": [8]}), ValueError, "has experts 0 to 7"),
+        (dict(budget=3, policy="fifo"), ValueError, "policy must be one of"),
+        (dict(budget=3, predictor=lambda model: None), ValueError, "num_guesses must be at least 1"),
+    ],
+)
+def test_arguments(options, error, message):
+    model = tiny_moe.build("mixtral")
+    wanted = model(tiny_moe.prompt()).logits
+    with pytest.raises(error, match=message):
+        offload_experts(model, **options)
+    assert torch.equal(model(tiny_moe.prompt()).logits, wanted)
+    assert not hasattr(model.model.layers[0].mlp.experts, "_hf_hook")
+
+
+def test_dense_model():
+    from tiny_models import build
+
+    with pytest.raises(ValueError, match="model must have fused experts.*LlamaForCausalLM has none"):
+        offload_experts(build("llama"), 3)
+
+
+def test_twice():
+    model = tiny_moe.build("mixtral")
+    offload_experts(model, 3)
+    with pytest.raises(ValueError, match="offloaded already"):
+        offload_experts(model, 3)
+
+
+def test_moving_the_model():
+    model = tiny_moe.build("mixtral")
+    handle = offload_experts(model, 3)
+    for move in (lambda: model.to("meta"), model.half, model.float):
+        with pytest.raises(RuntimeError, match="call handle.remove"):
+            move()
+    handle.remove()
+    model.float()
+
+
+def test_gradients():
+    model = tiny_moe.build("mixtral", torch.float32)
+    offload_experts(model, 3)
+    with pytest.raises(ValueError, match="hidden_states must not require gradients"):
+        model(tiny_moe.prompt())
+
+
+def test_unknown_implementation():
+    model = tiny_moe.build("mixtral")
+    offload_experts(model, 3)
+    model.config._experts_implementation = "sonicmoe"
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="experts_implementation must be one of.*'sonicmoe'"):
+        model(tiny_moe.prompt())
+
+
+def test_expert_parallelism():
+    model = tiny_moe.build("mixtral")
+    model.model.layers[1].mlp.experts._is_expert_parallel = True
+    with pytest.raises(NotImplementedError, match="layers.1.mlp.experts is sharded"):
+        offload_experts(model, 3)
+
+
+def test_integer_experts():
+    model = tiny_moe.build("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.int8), requires_grad=False)
+    with pytest.raises(
+        NotImplementedError, match="down_proj must be a plain floating-point parameter, got Parameter of torch.int8"
+    ):
+        offload_experts(model, 3)
+
+
+def test_foreign_hook():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = tiny_moe.build("mixtral")
+    add_hook_to_module(model.model.layers[0].mlp.experts, ModelHook())
+    with pytest.raises(ValueError, match="layers.0.mlp.experts has a ModelHook"):
+        offload_experts(model, 3)
+
+
+def test_pins():
+    model = tiny_moe.build("mixtral")
+    handle = offload_experts(model, 3)
+    name = "model.layers.0.mlp.experts"
+    with pytest.raises(ValueError, match="pin must name one of the layers"):
+        handle.pin("model.layers.9.mlp.experts", [0])
+    with pytest.raises(ValueError, match="has experts 0 to 7, got .8."):
+        handle.pin(name, [8])
+    handle.pin(name, [0, 1])
+    with pytest.raises(ValueError, match="pin must leave one of the 3 slots free, got 3 experts"):
+        handle.pin(name, [2])
+
+
+def test_sizes():
+    assert parse_bytes("budget", "1.5 GiB") == 3 * 2**29 and parse_bytes("budget", "20MB") == 20_000_000
+    layers = {"a": 8, "b": 8}
+    assert slots_for(0.25, layers, 100) == 4 and slots_for("999B", layers, 100) == 9 and slots_for(99, layers, 100) == 16
+
+
+@pytest.mark.parametrize("slots", range(1, 41))
+def test_slabs_use_every_slot_and_stay_small(slots):
+    layers = {str(index): 8 for index in range(5)}
+    slabs = make_slabs(layers, slots, 1023)
+    assert [name for slab in slabs for name in slab.layers] == list(layers)
+    assert sum(slab.num_slots for slab in slabs) == slots
+    assert all(1 <= slab.num_slots <= 8 for slab in slabs)

@@ -1,0 +1,191 @@
+"""``ExpertOffloadHook``: an accelerate hook that lets an experts module compute from a pool of slots."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.hooks import ModelHook
+from accelerate.utils import send_to_device
+from torch import nn
+
+from .families import check_module, expert_tensors, implementation
+from .paged import GatheredParameter, PagedParameter
+from .pool import ExpertPool
+from .store import StoredWeights
+from .waves import Remap, Routing, make_waves, run_waves, weighted_sum
+
+Predictor = Callable[[str, torch.Tensor], Mapping[str, list[int]]]
+
+
+class ExpertOffloadHook(ModelHook):
+    """Makes one experts module read its experts from ``pool``; attach with accelerate's ``add_hook_to_module``.
+
+    Between calls the module's fused parameters are on the meta device, in their full shape; ``weights_map`` (accelerate's
+    protocol) reads them from the store, which is how ``save_pretrained`` finds them.
+
+    Args:
+        pool: whose ``layers`` contain ``layer``.
+        layer: qualified name of the module in its model.
+        overlap: compute resident experts while the others load. By default on CUDA only.
+        predictor: called with ``layer`` and the hidden states ``[N, H]`` of each call; gives experts by layer name that
+            later calls may need. Off by default. Its pool must have slots for guesses.
+        pools: of all layers, for the predictor's answers.
+        inner: the accelerate hook that was there; its device handling is kept.
+    """
+
+    no_grad = True
+
+    def __init__(
+        self,
+        pool: ExpertPool,
+        layer: str,
+        *,
+        overlap: bool | None = None,
+        predictor: Predictor | None = None,
+        pools: Mapping[str, ExpertPool] | None = None,
+        inner: ModelHook | None = None,
+    ) -> None:
+        self.pool, self.layer, self.predictor, self.inner = pool, layer, predictor, inner
+        self.device = pool.loader.device
+        self.overlap = self.device.type == "cuda" if overlap is None else overlap
+        self.pools = {layer: pool} if pools is None else pools
+        self.weights_map = StoredWeights(pool.store, layer)
+        self._remap = Remap(pool.store.num_experts(layer), self.device)
+        self.skips_read_back = self.device.type == "cuda"  # where every expert is resident, the host need not wait
+        self._version = -1  # of the pool when the table was last complete
+        self._experts: Any = None
+        self._input_device: torch.device | None = None
+
+    # ---- accelerate's protocol
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        spec = check_module(self.layer, module)
+        if spec != self.pool.spec:
+            raise ValueError(f"pool must hold experts of {spec}, which {self.layer} has, got {self.pool.spec}")
+        for name, tensor in expert_tensors(module).items():
+            module._parameters[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+        # accelerate looks this attribute up at every call; a hook's pre_forward could not run the module in waves.
+        self._experts = module._old_forward
+        module._old_forward = lambda *args, **kwargs: self._forward(module, *args, **kwargs)
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        module._old_forward = self._experts
+        return module
+
+    def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
+        if getattr(self.inner, "io_same_device", False):
+            self._input_device = args[0].device
+        return send_to_device(args, self.device), send_to_device(kwargs, self.device)
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return output if self._input_device is None else send_to_device(output, self._input_device)
+
+    # ---- one call
+
+    def _forward(
+        self, module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if hidden_states.requires_grad:
+            raise ValueError(
+                "hidden_states must not require gradients: run a model with offloaded experts under torch.no_grad()"
+            )
+        run = self._eager if implementation(module) == "eager" else self._remapped
+        with self.pool.lock:
+            self.pool.stats[self.layer].calls += 1
+            try:
+                output = run(module, hidden_states, top_k_index, top_k_weights)
+            finally:
+                for name in self.pool.spec.names:
+                    vars(module).pop(name, None)
+                module.num_experts = self.pool.store.num_experts(self.layer)
+        if self.predictor is not None:
+            self._guess(hidden_states)
+        return output
+
+    def _stand_in(self, module: nn.Module, tensors: Mapping[str, Any]) -> None:
+        """Attributes in ``vars`` are found before parameters, so the meta parameters may stay where they are."""
+        vars(module).update(tensors)
+
+    def _eager(self, module, hidden_states, top_k_index, top_k_weights):
+        """The loop visits experts in ascending order: chunks of that order are brought in as it comes to them."""
+        pool, layer, needed = self.pool, self.layer, Routing(top_k_index, module.num_experts).experts
+        size = len(needed) if pool.fits(layer, needed) else max(1, pool.room)
+        slots: dict[int, int] = {}
+
+        def fetch(expert: int) -> dict[str, torch.Tensor]:
+            if expert not in slots:
+                at = needed.index(expert)
+                chunk, later = needed[at : at + size], needed[at + size :]
+                slots.clear()
+                slots.update(zip(chunk, pool.request(layer, chunk, later=later).wait()))
+                pool.stats[layer].waves += 1
+            return pool.slot(slots[expert])
+
+        stand_ins = {name: PagedParameter(name, full, fetch) for name, full in expert_tensors(module).items()}
+        self._stand_in(module, stand_ins)
+        return self._experts(hidden_states, top_k_index, top_k_weights)
+
+    def _remapped(self, module, hidden_states, top_k_index, top_k_weights):
+        """Slots in place of expert ids where all experts of the call fit and nothing is gained by waves."""
+        pool, layer = self.pool, self.layer
+        if self.skips_read_back and self._version == pool.version and pool.is_complete:
+            pool.stats[layer].full_calls += 1
+            return self._from_slots(module, hidden_states, self._remap.known(top_k_index), top_k_weights)
+        routing = Routing(top_k_index, module.num_experts)
+        needed = routing.experts
+        waves = make_waves(pool, layer, needed, self.overlap)
+        if len(waves) > 1:
+            in_waves = self._batched if implementation(module) == "batched_mm" else self._grouped
+            return in_waves(module, hidden_states, routing, top_k_weights, waves)
+        slots = self._remap(top_k_index, needed, pool.request(layer, needed).wait())
+        pool.stats[layer].waves += 1
+        if pool.is_complete and self._version != pool.version:
+            self._remap.learn(*pool.places(layer))
+            self._version = pool.version
+        return self._from_slots(module, hidden_states, slots, top_k_weights)
+
+    def _batched(self, module, hidden_states, routing, top_k_weights, waves):
+        """The rows that ``batched_mm`` would gather are gathered in waves; its product is then the very same call."""
+        flat = routing.flat
+        rows = self.pool.spec.empty(len(flat), device=self.device)
+
+        def gather(wave: list[int], slots: list[int]) -> None:
+            pairs = routing.pairs(wave)
+            wanted = self._remap(flat[pairs], wave, slots)
+            for name, buffer in self.pool.buffers.items():
+                rows[name][pairs] = buffer[wanted]
+
+        run_waves(self.pool, self.layer, waves, gather)
+        full = expert_tensors(module)
+        self._stand_in(module, {name: GatheredParameter(full[name], rows.pop(name)) for name in list(rows)})
+        return self._experts(hidden_states, routing.ids, top_k_weights)
+
+    def _grouped(self, module, hidden_states, routing, top_k_weights, waves):
+        """Each token-expert pair becomes a row of its own with weight 1; weighted and summed at the end."""
+        flat = routing.flat
+        products: list[torch.Tensor] = []
+
+        def multiply(wave: list[int], slots: list[int]) -> None:
+            pairs = routing.pairs(wave)
+            ids = self._remap(flat[pairs], wave, slots)[:, None]
+            rows = hidden_states[pairs // routing.ids.shape[1]]
+            out = self._from_slots(module, rows, ids, rows.new_ones(len(pairs), 1))
+            if not products:
+                products.append(out.new_empty(len(flat), out.shape[-1]))
+            products[0][pairs] = out
+
+        run_waves(self.pool, self.layer, waves, multiply)
+        return weighted_sum(products[0], top_k_weights, hidden_states.dtype)
+
+    def _from_slots(self, module, hidden_states, slots, weights) -> torch.Tensor:
+        """The module's own computation on the slots, as if they were its experts."""
+        self._stand_in(module, self.pool.buffers)
+        module.num_experts = self.pool.num_rows
+        return self._experts(hidden_states, slots, weights)
+
+    def _guess(self, hidden_states: torch.Tensor) -> None:
+        for layer, experts in self.predictor(self.layer, hidden_states).items():
+            pool = self.pools[layer]
+            with pool.lock:
+                pool.guess(layer, experts)
