@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_as<float>(float *to, float x) {
 template <int VDIM>
 struct InverseRotation {
   static constexpr int N = (VDIM + 31) / 32;
-  static constexpr bool IN_REGISTERS = VDIM == 32 * largest_power(N) && VDIM >= 64;
-  WarpRotation<IN_REGISTERS ? N : 2> rotation;
+  static constexpr bool IN_REGISTERS = VDIM == 32 * fixed::largest_power(N) && VDIM >= 64;
+  fixed::WarpRotation<IN_REGISTERS ? N : 2> rotation;
 
   __device__ __forceinline__ void load(const Rotation &r, int lane) {
     if (IN_REGISTERS && !r.matrix) rotation.load(r, true, lane);
@@ -76,7 +76,7 @@ struct InverseRotation {
         return;
       }
     }
-    rotate_row<VDIM>(y, r, true, lane);
+    fixed::rotate_row<VDIM>(y, r, true, lane);
   }
 };
 
