@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from torch_kvq.codecs.codebook import check_bits, grid_levels, lloyd_max
 
