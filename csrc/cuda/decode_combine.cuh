@@ -82,7 +82,8 @@ struct InverseRotation {
 
 // One CTA a row; dynamic shared memory holds the weight of every part.
 template <class T, int VDIM>
-__global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
+__global__ void __launch_bounds__(COMBINE_THREADS)
+    combine_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
   extern __shared__ float weight[];
   constexpr int COLUMNS = VDIM / 4, LANES = COMBINE_THREADS / COLUMNS, AHEAD = 4;  // threads per column of four dims
   __shared__ float reduced[4], y[VDIM], partial[LANES][2][VDIM];
@@ -100,7 +101,8 @@ __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(const __grid_c
   float4 ahead[AHEAD];  // the first sums of this thread, on their way while the weights are found
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
-    if (lane < LANES && lane + i * LANES < count) ahead[i] = *(const float4 *)(sums + (int64_t)(lane + i * LANES) * rows * VDIM);
+    if (lane < LANES && lane + i * LANES < count)
+      ahead[i] = *(const float4 *)(sums + (int64_t)(lane + i * LANES) * rows * VDIM);
   float2 mine = t < count ? state[t * rows] : make_float2(NO_SCORE, 0);
   most = fmaxf(most, mine.x);
   for (int p = t + COMBINE_THREADS; p < count; p += COMBINE_THREADS) most = fmaxf(most, state[p * rows].x);
@@ -128,7 +130,8 @@ __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(const __grid_c
     for (int i = 0; i < AHEAD; i++)
       if (lane + i * LANES < count) add(lane + i * LANES, ahead[i]);
 #pragma unroll 4
-    for (int p = lane + AHEAD * LANES; p < count; p += LANES) add(p, *(const float4 *)(sums + (int64_t)p * rows * VDIM));
+    for (int p = lane + AHEAD * LANES; p < count; p += LANES)
+      add(p, *(const float4 *)(sums + (int64_t)p * rows * VDIM));
     *(float4 *)&partial[lane][0][4 * column] = both[0], *(float4 *)&partial[lane][1][4 * column] = both[1];
   }
   __syncthreads();

@@ -1,7 +1,8 @@
-// The decode kernel. Grid: (sequence and head, parts, block of rows): first the parts of the packed tokens, a run of tiles
-// each, then those of the exact tokens. In a packed part each warp takes every fourth tile. A warp copies its own tiles and
-// never waits for another inside the loop: while it sums the values of a tile, the keys of its next one are on their way,
-// and the other way round. Two CTAs of four warps a multiprocessor, with all registers, were faster than three or four.
+// The decode kernel. Grid: (sequence and head, parts, block of rows): first the parts of the packed tokens, a run of
+// tiles each, then those of the exact tokens. In a packed part each warp takes every fourth tile. A warp copies its own
+// tiles and never waits for another inside the loop: while it sums the values of a tile, the keys of its next one are
+// on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all registers, were faster than
+// three or four.
 #pragma once
 
 #include "decode_combine.cuh"
@@ -15,8 +16,8 @@ struct DecodeShape {
   static constexpr bool OCT = OCT_;
   using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
-  // Shared memory in bytes: tiles (sums of the warps afterwards), bytes of the queries, one row a warp, row infos. Exact
-  // parts: values of every warp.
+  // Shared memory in bytes: tiles (sums of the warps afterwards), bytes of the queries, one row a warp, row infos.
+  // Exact parts: values of every warp.
   static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * NUM_ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
   static constexpr int QUERIES = TILES > MERGED ? TILES : MERGED, ROW = QUERIES + 2 * ROWS * QueryMap<DIM>::ROW_BYTES;
   static constexpr int INFO = ROW + 4 * WARPS * DIM, PACKED = INFO + ROWS * (int)sizeof(RowInfo);
@@ -26,8 +27,8 @@ struct DecodeShape {
 
 // Exact tokens, 16 and 16 by one warp.
 template <class T, class S>
-__device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row, int part,
-                                             T *shared, int lane) {
+__device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
+                                             int part, T *shared, int lane) {
   using Exact = ExactWarp<T, S::DIM, S::VDIM>;
   int g = lane >> 2, c = lane & 3;
   bool valid = g < S::NUM_ROWS && first_row + g < a.rows;
@@ -175,8 +176,8 @@ __device__ __forceinline__ void attend_packed(const DecodeArgs &a, const Parts &
 }
 
 template <class T, class S>
-__global__ void __launch_bounds__(THREADS, 2) decode_kernel(const __grid_constant__ DecodeArgs a,
-                                                            const __grid_constant__ Parts parts) {
+__global__ void __launch_bounds__(THREADS, 2)
+    decode_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
   extern __shared__ __align__(128) char memory[];
   int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
   if (blockIdx.y < parts.packed) {

@@ -78,7 +78,8 @@ int64_t with_bits(Action action, const Attention &a, void *scratch, cudaStream_t
   using Few = DecodeShape<KBITS, VBITS, DIM, VDIM, false>;
   using Many = DecodeShape<KBITS, VBITS, DIM, VDIM, true>;
   if (half) return few ? act<__half, Few>(action, a, scratch, stream) : act<__half, Many>(action, a, scratch, stream);
-  return few ? act<__nv_bfloat16, Few>(action, a, scratch, stream) : act<__nv_bfloat16, Many>(action, a, scratch, stream);
+  return few ? act<__nv_bfloat16, Few>(action, a, scratch, stream)
+             : act<__nv_bfloat16, Many>(action, a, scratch, stream);
 }
 
 // Runs `action` with the kernel of the problem's bits, or returns 0 if there is none.
@@ -92,7 +93,8 @@ int64_t with_dims(Action action, const Attention &a, void *scratch, cudaStream_t
     case 22:
       return with_bits<2, 2, DIM, VDIM>(action, a, scratch, stream);
     case 43:
-      if constexpr (DIM == VDIM && (DIM == 64 || DIM == 128)) return with_bits<4, 3, DIM, VDIM>(action, a, scratch, stream);
+      if constexpr (DIM == VDIM && (DIM == 64 || DIM == 128))
+        return with_bits<4, 3, DIM, VDIM>(action, a, scratch, stream);
       return 0;
     default:
       return 0;

@@ -46,8 +46,8 @@ __device__ __forceinline__ RowMask mask_of_row(const DecodeArgs &a, int b, int h
 
 // Bytes of a row from its rotated coordinates, `N` of lane: x [.., i] is coordinate first + i * stride.
 template <int DIM, bool TWICE, int N>
-__device__ __forceinline__ void store_row(const float (&x)[N], int first, int stride, float bias, float scale, float step,
-                                          int place, char *bytes, RowInfo *info, int lane) {
+__device__ __forceinline__ void store_row(const float (&x)[N], int first, int stride, float bias, float scale,
+                                          float step, int place, char *bytes, RowInfo *info, int lane) {
   using Q = QueryMap<DIM>;
   constexpr int COPY = 4 * Q::ROW_BYTES;
   char *upper = bytes + place * Q::ROW_BYTES, *lower = upper + ROWS * Q::ROW_BYTES;
@@ -100,8 +100,8 @@ struct QueryRows {
     }
   }
 
-  __device__ __forceinline__ void store(const DecodeArgs &a, float step, int place, float *x, char *bytes, RowInfo *info,
-                                        int lane) {
+  __device__ __forceinline__ void store(const DecodeArgs &a, float step, int place, float *x, char *bytes,
+                                        RowInfo *info, int lane) {
     float bias = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) bias = fmaf(q[i], c[i], bias), q[i] *= b[i];

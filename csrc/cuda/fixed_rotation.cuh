@@ -98,7 +98,8 @@ struct WarpRotation {
         for (int i = 0; i < 4; i++) {
           float sum = 0;
 #pragma unroll
-          for (int j = 0; j < 4; j++) sum = fmaf(inverse ? block[16 * n + 4 * j + i] : block[16 * n + 4 * i + j], v[j], sum);
+          for (int j = 0; j < 4; j++)
+            sum = fmaf(inverse ? block[16 * n + 4 * j + i] : block[16 * n + 4 * i + j], v[j], sum);
           x[4 * n + i] = sum;
         }
       }
