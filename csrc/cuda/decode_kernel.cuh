@@ -24,7 +24,6 @@ struct DecodeShape {
   static constexpr int INFO = ROW + 4 * WARPS * DIM, PACKED = INFO + ROWS * (int)sizeof(RowInfo);
   static constexpr int EXACT = EXACT_APART ? 0 : PACKED, EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8);
   static constexpr int EXACT_END = EXACT + WARPS * EXACT_WARP, SIZE = PACKED > EXACT_END ? PACKED : EXACT_END;
-  static_assert(2 * (SIZE + 1024) <= 228 << 10, "two CTAs share the memory of a multiprocessor");
 };
 
 // A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one.
