@@ -5,16 +5,16 @@ import dataclasses
 import torch
 
 from ..ops.schemas import NAMES, NAMESPACE
-from . import native
+from . import cuda, native
 from .native import cpu_isa
 
-__all__ = ["Report", "Row", "cpu_isa", "native", "report"]
+__all__ = ["Report", "Row", "cpu_isa", "cuda", "native", "report"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operator on one device: ``served_by`` an instruction set or ``reference``, that of 16-bit queries too where it is
-    another; ``skipped`` name to reason."""
+    """One operator on one device. ``served_by`` on the CPU an instruction set, that of 16-bit queries too where it is another,
+    on CUDA ``native`` or ``triton``, or ``reference`` on either; ``skipped`` name to reason."""
 
     op: str
     device: str
@@ -28,8 +28,10 @@ class Report:
 
     rows: tuple[Row, ...]
 
-    def __getitem__(self, op: str) -> Row:
-        return next(row for row in self.rows if row.op == op)
+    def __getitem__(self, key: str | tuple[str, str]) -> Row:
+        """The row of an operator on the CPU, or of ``operator, device``."""
+        op, device = (key, "cpu") if isinstance(key, str) else key
+        return next(row for row in self.rows if (row.op, row.device) == (op, device))
 
     def __str__(self) -> str:
         table = [("op", "device", "served by", "skipped")]
@@ -42,15 +44,28 @@ class Report:
     __repr__ = __str__
 
 
-def _row(op: str) -> Row:
-    compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", "CPU")
-    if native.loaded() and not compiled:
-        return Row(op, "cpu", native.REFERENCE, {"compiled kernels": "the library does not hold this operator"})
+_MISSING = {"compiled kernels": "the library does not hold this operator"}
+
+
+def _has_kernel(op: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key)
+
+
+def _cpu_row(op: str) -> Row:
+    if native.loaded() and not _has_kernel(op, "CPU"):
+        return Row(op, "cpu", native.REFERENCE, _MISSING)
     full, half = cpu_isa(torch.float32), cpu_isa(torch.bfloat16)
     differs = op == "attend" and half != full
     return Row(op, "cpu", f"{full}, {half} for bfloat16 and float16" if differs else full, native.skipped(op))
 
 
+def _cuda_row(op: str) -> Row:
+    if cuda.served_by() != cuda.REFERENCE and not _has_kernel(op, "CUDA"):
+        return Row(op, "cuda", cuda.REFERENCE, _MISSING)
+    return Row(op, "cuda", cuda.served_by(), cuda.skipped())
+
+
 def report() -> Report:
-    """What serves each operator on the CPU and why nothing faster does."""
-    return Report(tuple(_row(op) for op in NAMES))
+    """What serves each operator on the CPU, and on CUDA devices if there are any, and why nothing faster does."""
+    rows = [_cpu_row(op) for op in NAMES]
+    return Report((*rows, *map(_cuda_row, NAMES)) if torch.cuda.is_available() else tuple(rows))
