@@ -34,7 +34,7 @@ void leave() { swapcontext(&((Coroutine *)thread)->context, &scheduler); }
 
 void finish_copies(Thread *t) {
   for (auto &copy : t->copies) copy();
-  t->copies.clear();
+  t->copies.clear(), t->groups.clear();
 }
 
 void body() {
