@@ -10,8 +10,9 @@ constexpr int CAP_THREADS = 1024, COMPACT_THREADS = 256;
 
 template <int THREADS>
 __device__ __forceinline__ int block_sum(int x, int *shared) {
+  int warp = warp_id();
   for (int step = WARP / 2; step; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
-  if (lane_id() == 0) shared[warp_id()] = x;
+  if (lane_id() == 0) shared[warp] = x;
   __syncthreads();
   x = 0;
   for (int i = 0; i < THREADS / WARP; i++) x += shared[i];

@@ -33,10 +33,10 @@ struct Piece {
   }
 };
 
-template <class T>
-__device__ __forceinline__ T largest_of_block(T x, T *shared) {
+__device__ __forceinline__ float largest_of_block(float x, float *shared) {
+  int warp = warp_id();
   x = warp_max(x);
-  if (lane_id() == 0) shared[warp_id()] = x;
+  if (lane_id() == 0) shared[warp] = x;
   __syncthreads();
   x = shared[0];
   for (int i = 1; i < MASS_THREADS / WARP; i++) x = fmaxf(x, shared[i]);
