@@ -1,0 +1,103 @@
+// attend_selected and qk_selected: which kernel takes a problem, and how many blocks of threads share it.
+#include "sparse_combine.cuh"
+#include "sparse_gather.cuh"
+
+namespace kvq {
+namespace cuda {
+
+namespace {
+
+bool aligned(const Dense &x) {
+  bool good = (uintptr_t)x.data % 16 == 0;
+  for (int64_t stride : x.stride) good = good && stride % 8 == 0;
+  return good;
+}
+
+// Whether tensor cores have a kernel: 16-bit dense keys and values of one dtype and head dim, aligned to 16 bytes.
+bool gathers(const Selected &s) {
+  const Attention &a = s.attention;
+  if (s.packed_keys || s.packed_values || a.dim != a.value_dim) return false;
+  if (a.dim != 64 && a.dim != 80 && a.dim != 96 && a.dim != 128 && a.dim != 256) return false;
+  if (a.q.dtype == FLOAT32 || a.exact_keys.dtype != a.q.dtype || a.exact_values.dtype != a.q.dtype) return false;
+  bool pairs = (uintptr_t)a.q.data % 4 == 0;
+  for (int64_t stride : a.q.stride) pairs = pairs && stride % 2 == 0;
+  return pairs && aligned(a.exact_keys) && aligned(a.exact_values);
+}
+
+Work work_of(const Selected &s, int num_multiprocessors, char *scratch, int64_t &bytes) {
+  const Attention &a = s.attention;
+  Work w{};
+  w.selections = (int)s.selection.selections, w.rows = (int)(a.group * a.heads / w.selections * a.queries);
+  w.row_blocks = (int)ceil_div(w.rows, ITEM_ROWS), w.items = (int)(a.batch * w.selections * w.row_blocks);
+  w.count = s.selection.count, w.count_stride = s.selection.count_stride;
+  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = gathers(s) && a.dim <= 128 ? 2 : gathers(s) ? 1 : 4;
+  most = most < 1 ? 1 : most;
+  w.parts = (int)(most < each * num_multiprocessors ? most : each * num_multiprocessors);
+  int64_t places = (int64_t)(w.parts + w.items) * ITEM_ROWS, sums = round_up(places * a.value_dim * 4, 256);
+  w.sums = (float *)scratch, w.state = (float2 *)(scratch + sums), bytes = sums + places * (int64_t)sizeof(float2);
+  return w;
+}
+
+int any_bytes(const Attention &a) { return 4 * AnyShape(a.dim, a.value_dim).floats(); }
+
+template <class Kernel>
+void allow(Kernel kernel, int bytes) {
+  if (bytes > 48 << 10) cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+template <class T, int DIM>
+void gather(const Selected &s, const Work &w, cudaStream_t stream) {
+  allow(attend_gathered<T, DIM>, GatherShape<DIM>::BYTES);
+  attend_gathered<T, DIM><<<w.parts, GATHER_WARPS * WARP, GatherShape<DIM>::BYTES, stream>>>(s, w);
+}
+
+template <class T>
+void gather(const Selected &s, const Work &w, cudaStream_t stream) {
+  switch (s.attention.dim) {
+    case 64:
+      return gather<T, 64>(s, w, stream);
+    case 80:
+      return gather<T, 80>(s, w, stream);
+    case 96:
+      return gather<T, 96>(s, w, stream);
+    case 128:
+      return gather<T, 128>(s, w, stream);
+    default:
+      return gather<T, 256>(s, w, stream);
+  }
+}
+
+}  // namespace
+
+int64_t attend_selected_scratch_bytes(const Selected &s, int num_multiprocessors) {
+  int64_t bytes;
+  work_of(s, num_multiprocessors, nullptr, bytes);
+  return bytes;
+}
+
+void launch_attend_selected(const Selected &s, int num_multiprocessors, void *scratch, cudaStream_t stream) {
+  int64_t bytes;
+  Work w = work_of(s, num_multiprocessors, (char *)scratch, bytes);
+  if (!w.items) return;
+  if (!gathers(s)) {
+    allow(attend_any, any_bytes(s.attention));
+    attend_any<<<w.parts, ANY_THREADS, any_bytes(s.attention), stream>>>(s, w);
+  } else if (s.attention.q.dtype == FLOAT16) {
+    gather<__half>(s, w, stream);
+  } else {
+    gather<__nv_bfloat16>(s, w, stream);
+  }
+  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), ANY_THREADS, 8 * s.attention.value_dim, stream, s, w);
+}
+
+void launch_qk_selected(const Selected &s, cudaStream_t stream) {
+  int64_t bytes;
+  Work w = work_of(s, 1, nullptr, bytes);
+  if (!w.items || !s.selection.capacity) return;
+  allow(score_any, any_bytes(s.attention));
+  dim3 grid((unsigned)ceil_div(s.selection.capacity, WARP), (unsigned)w.items);
+  score_any<<<grid, ANY_THREADS, any_bytes(s.attention), stream>>>(s, w);
+}
+
+}  // namespace cuda
+}  // namespace kvq
