@@ -64,3 +64,8 @@ def operators(request, monkeypatch):
 @pytest.fixture
 def isa():
     """No instruction set of the CPU."""
+
+
+@functools.cache
+def operators_of(device):
+    return MAKERS[device]()

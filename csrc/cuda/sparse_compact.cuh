@@ -38,16 +38,15 @@ __device__ __forceinline__ int running_count(int x, int *shared) {
 // The largest logarithm of a share in any row, as ordered bits.
 __device__ __forceinline__ uint32_t share_of(const TopP &p, const SelectionRows &selection, const RowCut *cuts, int column) {
   float most = -INFINITY;
-  for (int64_t r = 0; r < selection.rows; r++) {
-    int64_t row = selection.flat_row(p, r);
+  selection.each([&](const RowPlace &row) {
     float x = ScoreRow(p, row)[column];
-    most = fmaxf(most, is_unknown(x) ? INFINITY : x > -INFINITY ? x - cuts[row].log_total : -INFINITY);
-  }
+    most = fmaxf(most, is_unknown(x) ? INFINITY : x > -INFINITY ? x - cuts[row.flat(p)].log_total : -INFINITY);
+  });
   return ordered_bits(most + 0.0f);
 }
 
 // Leaves the `capacity` largest shares of a selection, of equal ones the first. Rare, so that one block of threads does it.
-__global__ void __launch_bounds__(CAP_THREADS) cap(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+__global__ void __launch_bounds__(CAP_THREADS, 1) cap(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
   constexpr int DIGIT = 8, CELLS = 1 << DIGIT;
   __shared__ int cells[CELLS], shared[CAP_THREADS / WARP];
   wait_for_kernels_ahead();

@@ -15,31 +15,31 @@ struct Marks {
 };
 
 // A thread has eight columns, a byte of each mask.
-template <class Score>
-__global__ void __launch_bounds__(MARK_THREADS) mark(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
-  wait_for_kernels_ahead();
+template <class Score, bool MASKED>
+__global__ void __launch_bounds__(MARK_THREADS, 8) mark(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
   SelectionRows selection(p, blockIdx.y);
-  int unit = blockIdx.x * MARK_THREADS + threadIdx.x;
-  int64_t first = (int64_t)unit * PIECE;
+  int unit = blockIdx.x * MARK_THREADS + threadIdx.x, first = unit * PIECE, count = (int)p.columns - first;
+  wait_for_kernels_ahead();
   if (unit >= marks.words * 4) return;
   uint32_t kept = 0;
-#pragma unroll 4
-  for (int64_t r = 0; r < selection.rows; r++) {
-    int64_t row = selection.flat_row(p, r);
+  selection.each([&](const RowPlace &row) {
     ScoreRow scores(p, row);
-    RowCut cut = cuts[row];
+    int flat = row.flat(p);
+    float sure = cuts[flat].sure, edge = cuts[flat].edge;
     __align__(16) Piece<Score> piece;
-    piece.load((const Score *)scores.scores + first, (int)max((int64_t)0, min((int64_t)PIECE, p.columns - first)));
+    piece.load((const Score *)scores.scores + first, count);
     uint32_t doubt = 0;
 #pragma unroll
     for (int i = 0; i < PIECE; i++) {
       float x = float(piece.x[i]);
-      if (scores.mask) x = first + i < p.columns ? scores.masked(x, first + i) : -INFINITY;
-      kept |= (uint32_t)!(x < cut.sure) << i;
-      doubt |= (uint32_t)(x < cut.sure && x >= cut.edge) << i;
+      if (MASKED && i < count) x = scores.masked(x, first + i);
+      kept |= (uint32_t)!(x < sure) << i;
+      doubt |= (uint32_t)(x < sure && x >= edge) << i;
     }
-    ((uint8_t *)(marks.doubt + row * marks.words))[unit] = (uint8_t)doubt;
-  }
+    uint32_t there = count < PIECE ? (1u << max(count, 0)) - 1 : 0xff;
+    kept &= there;
+    ((uint8_t *)(marks.doubt + (int64_t)flat * marks.words))[unit] = (uint8_t)(doubt & there);
+  });
   ((uint8_t *)(marks.kept + (int64_t)blockIdx.y * marks.words))[unit] = (uint8_t)kept;
 }
 
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(RESOLVE_THREADS, 1) resolve(const __grid_const
   int64_t row = blockIdx.x;
   RowCut cut = cuts[row];
   if (!(cut.edge < cut.sure)) return;  // no bin is cut
-  ScoreRow scores(p, row);
+  ScoreRow scores(p, RowPlace(p, (int)row));
   Doubts doubts = {marks.doubt + row * marks.words, marks.words, 0, listed_scores, listed_columns};
   if (t == 0) count = 0;
   __syncthreads();

@@ -1,7 +1,8 @@
 // top_p_select, first part: the mass of every bin of a row, and the bin in which the kept mass reaches top_p.
 //
-// A block of threads reads a segment of a row once, into registers. Masses are integers while threads add them up, so that their
+// A block of threads has a segment of a row. Masses are integers while threads add them up, so that their
 // order is of no matter: each relative to the largest score that its bin can have in the segment, so that none is too small.
+// float16 scores below 64 without a mask, which are the rule, are read once and need a third of the instructions of others.
 #pragma once
 
 #include "sparse_asm.cuh"
@@ -29,7 +30,7 @@ struct Piece {
       return;
     }
 #pragma unroll
-    for (int i = 0; i < PIECE; i++) x[i] = i < count ? from[i] : Score(-INFINITY);
+    for (int i = 0; i < PIECE; i++) x[i] = i < count ? from[i] : Score(0.0f);
   }
 };
 
@@ -43,45 +44,106 @@ __device__ __forceinline__ float largest_of_block(float x, float *shared) {
   return x;
 }
 
-template <class Score>
-__global__ void __launch_bounds__(MASS_THREADS) bin_masses(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan) {
+constexpr float SMALL_SCORE = 64;  // the bins of smaller ones are narrow
+constexpr uint32_t REST_OF_BIN = ((1 << BIN_SHIFT) - 1) * 0x10001u;
+
+// Two float16 scores as ordered codes, and the largest scores of their bins.
+struct PairOfCodes {
+  uint32_t codes;
+  __half2 scores, peaks;
+  __device__ __forceinline__ explicit PairOfCodes(__half2 x) {
+    scores = __hadd2(x, __half2half2(__ushort_as_half(0)));  // never -0
+    uint32_t bits = *(uint32_t *)&scores, flip = permute_bytes(bits, 0, 0xBB99) | 0x80008000u;
+    codes = bits ^ flip;
+    uint32_t peak = (codes | REST_OF_BIN) ^ flip;
+    peaks = *(__half2 *)&peak;
+  }
+};
+
+__device__ __forceinline__ float peak_of(int bin) {
+  uint32_t code = (uint32_t)bin << BIN_SHIFT | ((1 << BIN_SHIFT) - 1), bits = code & 0x8000 ? code ^ 0x8000 : ~code & 0xffff;
+  return __half2float(__ushort_as_half((unsigned short)bits));
+}
+
+// Adds the masses of the first `count` of eight small scores, relative to the peaks of their bins.
+template <bool WHOLE>
+__device__ __forceinline__ void add_small(const Piece<__half> &piece, int count, float unit, uint32_t *cells) {
+  const float exact = 8388608;  // 2^23, added so that the lower bits of a float are an integer
+#pragma unroll
+  for (int i = 0; i < PIECE; i += 2) {
+    PairOfCodes pair(__halves2half2(piece.x[i], piece.x[i + 1]));
+    float2 below = __half22float2(__hsub2(pair.scores, pair.peaks));  // exact: both lie in one bin
+    uint32_t low = __float_as_uint(fmaf(fast_exp2(below.x * LOG2_E), unit, exact)) - 0x4B000000u;
+    uint32_t high = __float_as_uint(fmaf(fast_exp2(below.y * LOG2_E), unit, exact)) - 0x4B000000u;
+    if (WHOLE || i < count) atomicAdd(&cells[(pair.codes & 0xffff) >> BIN_SHIFT], low);
+    if (WHOLE || i + 1 < count) atomicAdd(&cells[pair.codes >> (16 + BIN_SHIFT)], high);
+  }
+}
+
+template <class Score, bool MASKED>
+__global__ void __launch_bounds__(MASS_THREADS, 2) bin_masses(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan) {
   __shared__ uint32_t cells[NUM_BINS];
   __shared__ float tops[MASS_THREADS / WARP];
   let_next_kernel_begin();
-  int64_t row = blockIdx.x / plan.segments, segment = blockIdx.x % plan.segments, start = segment * plan.segment_len();
-  ScoreRow scores(p, row);
-  __align__(16) Piece<Score> pieces[MAX_PIECES];
-  int t = threadIdx.x;
-  auto first_of = [&](int j) { return start + ((int64_t)j * MASS_THREADS + t) * PIECE; };
-#pragma unroll
-  for (int j = 0; j < MAX_PIECES; j++)
-    if (j < plan.pieces) pieces[j].load((const Score *)scores.scores + first_of(j), (int)min((int64_t)PIECE, p.columns - first_of(j)));
+  int row = blockIdx.x / plan.segments, start = (int)(blockIdx.x - row * plan.segments) * plan.segment_len(), t = threadIdx.x;
+  int left = min((int)p.columns - start, plan.segment_len());
+  ScoreRow scores(p, RowPlace(p, row));
+  const Score *from = (const Score *)scores.scores + start;
+  auto place_of = [&](int j) { return (j * MASS_THREADS + t) * PIECE; };
   for (int i = t; i < NUM_BINS; i += MASS_THREADS) cells[i] = 0;
-  auto each = [&](auto use) {
+  int shift = min(__clz(left), 22);  // so that a cell holds a whole segment
+  float unit = (float)(1 << shift), top;
+  bool small = false;
+  if constexpr (sizeof(Score) == 2 && !MASKED) {
+    __align__(16) Piece<__half> pieces[MAX_PIECES];
+#pragma unroll
+    for (int j = 0; j < MAX_PIECES; j++) pieces[j].load(from + place_of(j), left - place_of(j));
+    __half2 most = __half2half2(__ushort_as_half(0));  // of the magnitudes
 #pragma unroll
     for (int j = 0; j < MAX_PIECES; j++)
-      if (j < plan.pieces)
 #pragma unroll
-        for (int i = 0; i < PIECE; i++)
-          if (!scores.mask || first_of(j) + i < p.columns) {
-            float x = scores.masked(float(pieces[j].x[i]), first_of(j) + i);
-            use(x < INFINITY ? x : -INFINITY);  // what is unknown has no share
-          }
-  };
-  float top = -INFINITY;
-  each([&](float x) { top = fmaxf(top, x); });
-  top = largest_of_block(top, tops);
-  int shift = min(__clz((int)min((int64_t)plan.segment_len(), p.columns)), 22);  // so that a cell holds a whole segment
-  float unit = (float)(1 << shift);
-  each([&](float x) {
-    int bin = bin_of(x);
-    float mass = fast_exp2((x - fminf(edge_of(bin + 1), top)) * LOG2_E);
-    if (x > -INFINITY) atomicAdd(&cells[bin], (uint32_t)__float2int_rn(mass * unit));
-  });
+      for (int i = 0; i < PIECE; i += 2) most = __hmax2_nan(most, __habs2(__halves2half2(pieces[j].x[i], pieces[j].x[i + 1])));
+    float2 both = __half22float2(most);
+    small = __syncthreads_and(both.x < SMALL_SCORE && both.y < SMALL_SCORE), top = 0;
+    if (small) {
+#pragma unroll
+      for (int j = 0; j < MAX_PIECES; j++) {
+        int count = left - place_of(j);
+        if (count >= PIECE)
+          add_small<true>(pieces[j], PIECE, unit, cells);
+        else if (count > 0)
+          add_small<false>(pieces[j], count, unit, cells);
+      }
+    }
+  }
+  if (!small) {
+    auto each = [&](auto use) {
+#pragma unroll 1
+      for (int j = 0; place_of(j) < left; j++) {
+        __align__(16) Piece<Score> piece;
+        piece.load(from + place_of(j), left - place_of(j));
+#pragma unroll
+        for (int i = 0; i < PIECE; i++) {
+          int column = place_of(j) + i;
+          float x = float(piece.x[i]) + 0.0f;
+          if (MASKED && column < left) x = scores.masked(x, start + column);
+          if (column < left && x < INFINITY && x > -INFINITY) use(x);  // what is unknown has no share
+        }
+      }
+    };
+    top = -INFINITY;
+    each([&](float x) { top = fmaxf(top, x); });
+    top = largest_of_block(top, tops);
+    each([&](float x) {
+      int bin = bin_of(x);
+      atomicAdd(&cells[bin], (uint32_t)__float2int_rn(fast_exp2((x - fminf(edge_of(bin + 1), top)) * LOG2_E) * unit));
+    });
+  }
   __syncthreads();
+  float *to = plan.masses + (int64_t)blockIdx.x * NUM_BINS;
   for (int i = t; i < NUM_BINS; i += MASS_THREADS) {
-    float relative = top > -INFINITY ? fast_exp2((fminf(edge_of(i + 1), top) - top) * LOG2_E) : 0;
-    plan.masses[(int64_t)blockIdx.x * NUM_BINS + i] = (float)cells[i] / unit * relative;
+    float peak = small ? peak_of(i) : fminf(edge_of(i + 1), top);
+    to[i] = cells[i] ? (float)cells[i] / unit * fast_exp2((peak - top) * LOG2_E) : 0;
   }
   if (t == 0) plan.tops[blockIdx.x] = top;
 }
@@ -107,8 +169,9 @@ __global__ void __launch_bounds__(CUT_THREADS) find_cut(const __grid_constant__ 
   __shared__ float sums[CUT_THREADS], shared[CUT_THREADS / WARP];
   __shared__ int first;
   int t = threadIdx.x;
-  int64_t row = blockIdx.x, m = row % p.queries, flat = row / p.queries;
-  float exact = p.exact_lse[flat / p.query_heads * p.lse_stride[0] + flat % p.query_heads * p.lse_stride[1] + m * p.lse_stride[2]];
+  int64_t row = blockIdx.x;
+  RowPlace place(p, (int)row);
+  float exact = p.exact_lse[place.b * p.lse_stride[0] + place.hq * p.lse_stride[1] + place.m * p.lse_stride[2]];
   wait_for_kernels_ahead();
   const float *tops = plan.tops + row * plan.segments;
   float base = exact;

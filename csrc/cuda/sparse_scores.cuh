@@ -13,15 +13,26 @@ namespace cuda {
 constexpr int NUM_BINS = 1024, BIN_SHIFT = 6;
 constexpr float LEAST = -3.402823466e38f, LOG2_E = 1.44269504f;
 
-// Of the selection (b, k) of a call: which rows it has.
+// Where a row lies among [B, Hq, M], all of which are fewer than 2^31.
+struct RowPlace {
+  int b, hq, m;
+  __device__ __forceinline__ RowPlace(int b, int hq, int m) : b(b), hq(hq), m(m) {}
+  __device__ __forceinline__ RowPlace(const TopP &p, int flat)
+      : b(flat / (int)p.queries / (int)p.query_heads), hq(flat / (int)p.queries % (int)p.query_heads), m(flat % (int)p.queries) {}
+  __device__ __forceinline__ int flat(const TopP &p) const { return (b * (int)p.query_heads + hq) * (int)p.queries + m; }
+};
+
+// The rows of selection (b, k) of a call, of which `flat` counts all.
 struct SelectionRows {
-  int64_t b, k, heads, rows;
-  __device__ __forceinline__ SelectionRows(const TopP &p, int64_t flat)
-      : b(flat / p.selection.selections), k(flat % p.selection.selections), heads(p.query_heads / p.selection.selections),
-        rows(heads * p.queries) {}
-  // Row r among all [B, Hq, M].
-  __device__ __forceinline__ int64_t flat_row(const TopP &p, int64_t r) const {
-    return (b * p.query_heads + k * heads) * p.queries + r;
+  int b, k, heads, queries;
+  __device__ __forceinline__ SelectionRows(const TopP &p, int flat)
+      : b(flat / (int)p.selection.selections), k(flat % (int)p.selection.selections),
+        heads((int)p.query_heads / (int)p.selection.selections), queries((int)p.queries) {}
+  template <class Use>
+  __device__ __forceinline__ void each(Use use) const {
+    for (int m = 0; m < queries; m++)
+#pragma unroll 4
+      for (int head = 0; head < heads; head++) use(RowPlace(b, k * heads + head, m));
   }
 };
 
@@ -29,29 +40,31 @@ struct SelectionRows {
 struct ScoreRow {
   const char *scores, *mask;
   const int32_t *candidates;
-  int64_t mask_stride, last_column;
+  int64_t mask_stride;
+  int last_column;
   bool half, boolean;
 
-  __device__ __forceinline__ ScoreRow(const TopP &p, int64_t flat_row) {
-    int64_t m = flat_row % p.queries, flat = flat_row / p.queries, b = flat / p.query_heads, hq = flat % p.query_heads;
-    int64_t k = hq / (p.query_heads / p.selection.selections);
-    scores = row_at(p.scores, b, hq, m), half = p.scores.dtype == FLOAT16;
-    candidates = p.candidates ? p.candidates + b * p.candidate_stride[0] + k * p.candidate_stride[1] : nullptr;
-    boolean = p.mask.boolean, last_column = p.mask_columns - 1;
-    int64_t at = b * p.mask.stride[0] + hq * p.mask.stride[1] + m * p.mask.stride[2], size = boolean ? 1 : 4;
-    mask = p.mask.data ? (const char *)p.mask.data + at * size : nullptr, mask_stride = p.mask.stride[3] * size;
+  __device__ __forceinline__ ScoreRow(const TopP &p, const RowPlace &row) {
+    scores = row_at(p.scores, row.b, row.hq, row.m), half = p.scores.dtype == FLOAT16;
+    mask = nullptr, candidates = nullptr;
+    if (!p.mask.data) return;
+    boolean = p.mask.boolean, last_column = (int)p.mask_columns - 1;
+    int64_t at = row.b * p.mask.stride[0] + row.hq * p.mask.stride[1] + row.m * p.mask.stride[2], size = boolean ? 1 : 4;
+    mask = (const char *)p.mask.data + at * size, mask_stride = p.mask.stride[3] * size;
+    int k = row.hq / ((int)p.query_heads / (int)p.selection.selections);
+    if (p.candidates) candidates = p.candidates + row.b * p.candidate_stride[0] + k * p.candidate_stride[1];
   }
 
   // The score that counts: -inf where it is hidden, and never -0.
-  __device__ __forceinline__ float masked(float score, int64_t column) const {
+  __device__ __forceinline__ float masked(float score, int column) const {
     if (mask) {
-      int64_t token = candidates ? candidates[column] : column;
-      const char *at = mask + (token < 0 ? 0 : token > last_column ? last_column : token) * mask_stride;
+      int token = candidates ? candidates[column] : column;
+      const char *at = mask + max(min(token, last_column), 0) * mask_stride;
       score = !boolean ? score + *(const float *)at : *at ? score : -INFINITY;
     }
     return score + 0.0f;
   }
-  __device__ __forceinline__ float operator[](int64_t column) const {
+  __device__ __forceinline__ float operator[](int column) const {
     return masked(half ? __half2float(((const __half *)scores)[column]) : ((const float *)scores)[column], column);
   }
 };

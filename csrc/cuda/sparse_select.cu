@@ -15,7 +15,7 @@ struct SelectPlan {
 
   SelectPlan(const TopP &p, int num_multiprocessors, char *scratch) {
     rows = p.batch * p.query_heads * p.queries, heads = p.batch * p.selection.selections, bytes = 0;
-    int64_t piece_len = MASS_THREADS * PIECE, most = p.scores.dtype == FLOAT16 ? MAX_PIECES : MAX_PIECES / 2;
+    int64_t piece_len = MASS_THREADS * PIECE, most = MAX_PIECES;
     int64_t pieces = rows * p.columns / (2 * num_multiprocessors * piece_len);  // two blocks a multiprocessor, or more
     mass.pieces = (int)(pieces < 1 ? 1 : pieces > most ? most : pieces);
     mass.segments = (int)ceil_div(p.columns, mass.segment_len());
@@ -31,13 +31,13 @@ struct SelectPlan {
   }
 };
 
-template <class Score>
+template <class Score, bool MASKED>
 void launch(const TopP &p, const SelectPlan &plan, cudaStream_t stream) {
   unsigned rows = (unsigned)plan.rows, heads = (unsigned)plan.heads;
   unsigned mark_blocks = (unsigned)ceil_div(plan.marks.words * 4, MARK_THREADS);
-  bin_masses<Score><<<rows * plan.mass.segments, MASS_THREADS, 0, stream>>>(p, plan.mass);
+  bin_masses<Score, MASKED><<<rows * plan.mass.segments, MASS_THREADS, 0, stream>>>(p, plan.mass);
   launch_behind(find_cut, dim3(rows), CUT_THREADS, 0, stream, p, plan.mass, plan.cuts);
-  launch_behind(mark<Score>, dim3(mark_blocks, heads), MARK_THREADS, 0, stream, p, plan.cuts, plan.marks);
+  launch_behind(mark<Score, MASKED>, dim3(mark_blocks, heads), MARK_THREADS, 0, stream, p, plan.cuts, plan.marks);
   launch_behind(resolve, dim3(rows), RESOLVE_THREADS, 0, stream, p, plan.cuts, plan.marks);
   if (p.selection.capacity < p.columns) launch_behind(cap, dim3(heads), CAP_THREADS, 0, stream, p, plan.cuts, plan.marks);
   dim3 grid((unsigned)ceil_div(plan.marks.words, COMPACT_THREADS), heads);
@@ -50,10 +50,11 @@ int64_t top_p_scratch_bytes(const TopP &p, int num_multiprocessors) { return Sel
 
 void launch_top_p_select(const TopP &p, int num_multiprocessors, void *scratch, cudaStream_t stream) {
   SelectPlan plan(p, num_multiprocessors, (char *)scratch);
-  if (p.scores.dtype == FLOAT16)
-    launch<__half>(p, plan, stream);
+  bool half = p.scores.dtype == FLOAT16;
+  if (p.mask.data)
+    half ? launch<__half, true>(p, plan, stream) : launch<float, true>(p, plan, stream);
   else
-    launch<float>(p, plan, stream);
+    half ? launch<__half, false>(p, plan, stream) : launch<float, false>(p, plan, stream);
 }
 
 }  // namespace cuda
