@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(RESOLVE_THREADS, 1) resolve(const __grid_const
   uint32_t low = ordered_bits(cut.edge), span = ordered_bits(cut.sure) - low;  // places in the bin are below span
   uint32_t from = 0;                                                           // and the cut is at one from here on
   int digits = (int)ceil_div(32 - __clz((int)(span - 1)), DIGIT);
-  float need = cut.need, most = fminf(cut.sure, cut.base);
+  const float unit = (float)(1ull << 36);  // 2^27 scores of a narrow bin fit
+  float need = cut.need, most = cut.base >= cut.edge ? fminf(cut.sure, cut.base) : cut.sure;
   for (int shift = (digits - 1) * DIGIT; shift >= 0; shift -= DIGIT) {
     cells[t] = 0;
     if (t == 0) first = CELLS - 1;
@@ -98,10 +99,10 @@ __global__ void __launch_bounds__(RESOLVE_THREADS, 1) resolve(const __grid_const
     doubts.each(scores, [&](int, float x) {
       uint32_t place = ordered_bits(x) - low - from;
       if (ordered_bits(x) - low >= from && place >> shift < CELLS)
-        atomicAdd(&cells[place >> shift], (unsigned long long)(fast_exp2((x - most) * LOG2_E) * (float)(1ull << 40)));
+        atomicAdd(&cells[place >> shift], (unsigned long long)(fast_exp2((x - most) * LOG2_E) * unit));
     });
     __syncthreads();
-    float by = expf(most - cut.base) * (1.0f / (float)(1ull << 40));
+    float by = expf(most - cut.base) / unit;
     sums[t] = running_sum<CELLS>((float)cells[CELLS - 1 - t] * by, shared);
     __syncthreads();
     if (sums[t] >= need) atomicMin(&first, t);

@@ -90,7 +90,7 @@ __device__ __forceinline__ uint32_t ordered_bits(float score) {
 }
 
 // What is known of a row once its masses are: scores from `sure` on are kept, those from `edge` on if the rest of the mass,
-// `need` times exp(base), is not reached by larger ones.
+// `need` times exp(base), is not reached by larger ones. Scores of 64 and more are at most base.
 struct RowCut {
   float sure, edge, need, base, log_total;
 };
