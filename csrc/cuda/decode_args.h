@@ -59,7 +59,8 @@ inline bool to_args(const Attention &a, DecodeArgs &args) {
   args.heads = (int)a.heads, args.group = (int)a.group, args.queries = (int)a.queries, args.rows = (int)a.rows;
   args.start = (int)a.start, args.length = (int)a.length, args.num_sinks = (int)a.num_sinks;
   args.exact_len = (int)a.exact_len, args.scale = a.scale, args.softcap = a.softcap;
-  bool good = to_args(a.q, args.q) && to_args(a.out, args.out) && to_args(a.keys, args.keys) && to_args(a.values, args.values);
+  bool good =
+      to_args(a.q, args.q) && to_args(a.out, args.out) && to_args(a.keys, args.keys) && to_args(a.values, args.values);
   if (a.exact_len) good = to_args(a.exact_keys, args.exact_keys) && to_args(a.exact_values, args.exact_values) && good;
   args.mask = (const char *)a.mask.data, args.mask_bytes = a.mask.boolean ? 1 : 4;
   for (int i = 0; i < 4; i++) args.mask_stride[i] = (int)a.mask.stride[i];

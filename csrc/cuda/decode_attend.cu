@@ -46,8 +46,10 @@ bool gapless(const Store &s, int64_t unit, int64_t scale_unit) {
 }  // namespace
 
 bool decode_fits(const Attention &a) {
-  if (a.shared || a.rows > MAX_ROWS || a.q.dtype == FLOAT32 || a.length == 0 || a.start >= a.length || !(a.scale > 0)) return false;
-  if (a.out.dtype != a.q.dtype || (a.exact_len && (a.exact_keys.dtype != a.q.dtype || a.exact_values.dtype != a.q.dtype)))
+  if (a.shared || a.rows > MAX_ROWS || a.q.dtype == FLOAT32 || a.length == 0 || a.start >= a.length || !(a.scale > 0))
+    return false;
+  if (a.out.dtype != a.q.dtype ||
+      (a.exact_len && (a.exact_keys.dtype != a.q.dtype || a.exact_values.dtype != a.q.dtype)))
     return false;
   if ((uintptr_t)a.q.data % 4) return false;
   for (int64_t stride : a.q.stride)

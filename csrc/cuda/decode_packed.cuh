@@ -1,14 +1,14 @@
 // One warp's attention over packed tokens: scores and sums of values in integers, weights in registers. Nothing but the
 // softmax state and the sums outlives a tile.
 //
-//   scores^T [rows, tokens] = A (queries) . B (keys)   rows g: upper byte of a 16-bit query, rows g + 8: its lower byte;
+//   scores^T [rows, tokens] = A (queries) . B (keys)   rows g: upper byte of a 16-bit query, rows g + 8: its lower one;
 //                                                      column g is token 2i + g % 2 of block g / 2
 //   sums^T [dims, columns]  = A (values) . B (weights) k are tokens of block c in lane c
 //
-// The column of a score in lane (g, c) is a token of block c, so the lane that computes a weight is the one that feeds it
-// to the second product. Weights times scales are 15-bit integers, again multiplied byte by byte. With at most four rows
-// a row is held twice (rows g and g + 4): columns 0 .. 3 of the sums belong to upper bytes and 4 .. 7 to lower ones.
-// With up to eight rows (OCT) upper and lower bytes are multiplied in turn.
+// The column of a score in lane (g, c) is a token of block c, so the lane that computes a weight is the one that feeds
+// it to the second product. Weights times scales are 15-bit integers, again multiplied byte by byte. With at most four
+// rows a row is held twice (rows g and g + 4): columns 0 .. 3 of the sums belong to upper bytes and 4 .. 7 to lower
+// ones. With up to eight rows (OCT) upper and lower bytes are multiplied in turn.
 #pragma once
 
 #include "decode_tile.cuh"
@@ -16,11 +16,11 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int ROWS = 8;                   // of one A fragment
-constexpr float QUERY_TOP = 32512.0f;     // of a 16-bit query: 127 * 256
-constexpr float WEIGHT_TOP_LOG2 = 13.99f; // of a weight at the maximum when it was taken: just below 2 ** 14
-constexpr float SLACK = 1.0f;             // how far, in log2, a score may pass that maximum
-constexpr float UNIT_SLACK = 1.5f;        // how far scales may pass the largest seen
+constexpr int ROWS = 8;                    // of one A fragment
+constexpr float QUERY_TOP = 32512.0f;      // of a 16-bit query: 127 * 256
+constexpr float WEIGHT_TOP_LOG2 = 13.99f;  // of a weight at the maximum when it was taken: just below 2 ** 14
+constexpr float SLACK = 1.0f;              // how far, in log2, a score may pass that maximum
+constexpr float UNIT_SLACK = 1.5f;         // how far scales may pass the largest seen
 constexpr float LOG2E = 1.4426950408889634f, NO_SCORE = -1e30f;
 
 // Step and place of query coordinate d among the bytes of a row: [step][lane c][8 codes n].
@@ -34,8 +34,8 @@ struct QueryMap {
   }
 };
 
-// What a row of queries is besides its bytes: factor of the integer scores, q . centre (both times log2 e), half the sum
-// of its integers.
+// What a row of queries is besides its bytes: factor of the integer scores, q . centre (both times log2 e), half the
+// sum of its integers.
 struct RowInfo {
   float factor, bias;
   int half_sum;
@@ -57,8 +57,8 @@ __device__ __forceinline__ float soft_capped(float x, float cap) {
   return cap * LOG2E * (1.0f - __fdividef(2.0f, 1.0f + fast_exp2(__fdividef(2.0f * x, cap))));
 }
 
-// Fractions that are added before a weight is cut to an integer, spread evenly over the tokens of a block, so that weights
-// below one unit are lost on none but counted on some: sums stay unbiased.
+// Fractions that are added before a weight is cut to an integer, spread evenly over the tokens of a block, so that
+// weights below one unit are lost on none but counted on some: sums stay unbiased.
 __host__ __device__ constexpr float fraction_of(int token) {
   return (float)((token * 79 + 39) % 128) / 128.0f;  // 79 / 128 is next to the golden ratio
 }
@@ -73,18 +73,20 @@ struct PackedWarp {
   RowInfo row;
   float top, sum;  // maximum (log2) of row g; sum of its weights over the tokens of lane c, in units of the integers
   float unit;      // values' scales are at most this
-  int out[LIMBS][MTILES][4], total[LIMBS][4];  // sums of integer weights times values' bytes, and of the weights
+  float shift;     // from a score (log2) to its weight's exponent
+  int out[LIMBS][MTILES][4];  // sums of integer weights times values' bytes
+  uint32_t total[LIMBS];      // sums of row g's integer weights of block c
 
   __device__ __forceinline__ void clear() {
-    top = NO_SCORE, sum = 0, unit = 1e-30f;
+    top = NO_SCORE, sum = 0, unit = 1e-30f, shift = 0;
 #pragma unroll
-    for (int l = 0; l < LIMBS; l++)
+    for (int l = 0; l < LIMBS; l++) {
+      total[l] = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        total[l][i] = 0;
+      for (int m = 0; m < MTILES; m++)
 #pragma unroll
-        for (int m = 0; m < MTILES; m++) out[l][m][i] = 0;
-      }
+        for (int i = 0; i < 4; i++) out[l][m][i] = 0;
+    }
   }
 
   // `bytes` [2 limbs][ROWS][ROW_BYTES], `info` [ROWS] in shared memory.
@@ -113,8 +115,8 @@ struct PackedWarp {
     const uint32_t *sign = tile + L::key_sign(g >> 1) + token * L::WORDS;
     const uint32_t *mag = tile + L::key_mag(g >> 1) + token * L::MAG_STRIDE;
     uint32_t b0, b1;
-    int before[4] = {0, 0, row.half_sum, row.half_sum};
-    bool first = true;
+#pragma unroll
+    for (int j = 0; j < 4; j++) acc[j] = 0;
 #pragma unroll
     for (int quad = 0; quad < Q::QUADS; quad++) {
       Planes<KBITS> planes = key_planes(sign, mag, 4 * quad + c);
@@ -122,19 +124,17 @@ struct PackedWarp {
       planes.selectors(s);
 #pragma unroll
       for (int phase = 0; phase < 4; phase++) {
-        const uint32_t(&a)[4] = query[4 * quad + phase];
+        const uint32_t (&a)[4] = query[4 * quad + phase];
         planes.bytes(table, s[phase], phase, b0, b1);
-        mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, first ? before : acc);
-        first = false;
+        mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, acc);
       }
     }
 #pragma unroll
     for (int word = 4 * Q::QUADS; word < L::WORDS; word++) {
       Planes<KBITS> planes = key_planes(sign, mag, word);
-      const uint32_t(&a)[4] = query[word];
+      const uint32_t (&a)[4] = query[word];
       planes.bytes(table, planes.selector(c), c, b0, b1);
-      mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, first ? before : acc);
-      first = false;
+      mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, acc);
     }
   }
 
@@ -151,8 +151,8 @@ struct PackedWarp {
         int i = 4 * i4 + k, acc[4];
         multiply_keys(tile, table, i, g, c, acc);
         float2 scale = __half22float2(*(const __half2 *)&pairs[k]);
-        x[2 * i] = (float)(256 * acc[0] + acc[2]) * scale.x;
-        x[2 * i + 1] = (float)(256 * acc[1] + acc[3]) * scale.y;
+        x[2 * i] = (float)(256 * acc[0] + acc[2] + row.half_sum) * scale.x;
+        x[2 * i + 1] = (float)(256 * acc[1] + acc[3] + row.half_sum) * scale.y;
       }
     }
   }
@@ -165,17 +165,16 @@ struct PackedWarp {
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), top);
     float keep = fast_exp2(top - most) * (before / unit);
-    top = most, sum *= keep;
+    top = most, sum *= keep, shift = WEIGHT_TOP_LOG2 - top - __log2f(unit);
     float keep0 = __shfl_sync(~0u, keep, 8 * c), keep1 = __shfl_sync(~0u, keep, 8 * c + 4);
 #pragma unroll
-    for (int l = 0; l < LIMBS; l++)
+    for (int l = 0; l < LIMBS; l++) {
+      total[l] = __float2uint_rn((float)total[l] * keep);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float k = i % 2 ? keep1 : keep0;
-        total[l][i] = __float2int_rn((float)total[l][i] * k);
+      for (int m = 0; m < MTILES; m++)
 #pragma unroll
-        for (int m = 0; m < MTILES; m++) out[l][m][i] = __float2int_rn((float)out[l][m][i] * k);
-      }
+        for (int i = 0; i < 4; i++) out[l][m][i] = __float2int_rn((float)out[l][m][i] * (i % 2 ? keep1 : keep0));
+    }
   }
 
   // Scores times `factor` plus `offset` to weights times scales, as bytes of B fragments: weight[.][phase] holds codes
@@ -234,7 +233,7 @@ struct PackedWarp {
         planes[2 * pair + 1].bytes(table, s[2 * pair + 1][phase], phase, y0, y1);
 #pragma unroll
         for (int l = 0; l < LIMBS; l++) {
-          int(&to)[4] = out[l][first + pair];
+          int (&to)[4] = out[l][first + pair];
           mma_int8<true>(to, x0, y0, x1, y1, weight[l][phase][0], weight[l][phase][1], to);
         }
       }
@@ -247,7 +246,7 @@ struct PackedWarp {
     for (int l = 0; l < LIMBS; l++)
 #pragma unroll
       for (int phase = 0; phase < 4; phase++)
-        mma_int8<true>(total[l], ones, ones, ones, ones, weight[l][phase][0], weight[l][phase][1], total[l]);
+        total[l] = __dp4a(weight[l][phase][0], ones, __dp4a(weight[l][phase][1], ones, total[l]));
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++)
       add_values<2>(sign + 32 * chunk + 4 * g, mag + 32 * chunk + 4 * g, table, weight, 2 * chunk);
@@ -279,7 +278,8 @@ struct PackedWarp {
         for (int t = 0; t < BLOCK_LEN; t++) x[t] = data[min(t, last) * mask.stride] ? x[t] : -INFINITY;
       else
 #pragma unroll
-        for (int t = 0; t < BLOCK_LEN; t++) x[t] = fmaf(*(const float *)(data + min(t, last) * mask.stride), LOG2E, x[t]);
+        for (int t = 0; t < BLOCK_LEN; t++)
+          x[t] = fmaf(*(const float *)(data + min(t, last) * mask.stride), LOG2E, x[t]);
     }
 #pragma unroll
     for (int t = 0; t < BLOCK_LEN; t++) {
@@ -290,8 +290,9 @@ struct PackedWarp {
   }
 
   // The values of a tile whose scores are x; `first` is its first token.
-  __device__ __forceinline__ void add_tile(const uint32_t *tile, const ByteTable &values, float (&x)[BLOCK_LEN], int first,
-                                           int start, int stop, float softcap, const RowMask &mask, int g, int c) {
+  __device__ __forceinline__ void add_tile(const uint32_t *tile, const ByteTable &values, float (&x)[BLOCK_LEN],
+                                           int first, int start, int stop, float softcap, const RowMask &mask, int g,
+                                           int c) {
     uint32_t scale[BLOCK_LEN / 2];
     const uint4 *from = (const uint4 *)(tile + L::VALUE_SCALE + c * BLOCK_LEN / 2);
 #pragma unroll
@@ -314,7 +315,7 @@ struct PackedWarp {
     float scale_most = fmaxf(__low2float(scale_top), __high2float(scale_top));
     if (__builtin_expect(__any_sync(~0u, most > top + SLACK || scale_most > unit), 0)) raise(most, scale_most, c);
     uint32_t weight[LIMBS][4][2];
-    weights(x, scale, factor, bias - top + WEIGHT_TOP_LOG2 - __log2f(unit), g, weight);
+    weights(x, scale, factor, bias + shift, g, weight);
     sum_values(tile, values, g, c, weight);
   }
 };

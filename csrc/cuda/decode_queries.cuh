@@ -3,7 +3,7 @@
 #pragma once
 
 #include "decode_exact.cuh"
-#include "rotate_row.cuh"
+#include "fixed_rotation.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -46,8 +46,8 @@ __device__ __forceinline__ RowMask mask_of_row(const DecodeArgs &a, int b, int h
 
 // Bytes of a row from its rotated coordinates, `N` of lane: x [.., i] is coordinate first + i * stride.
 template <int DIM, bool TWICE, int N>
-__device__ __forceinline__ void store_row(const float (&x)[N], int first, int stride, float bias, float scale, float step,
-                                          int place, char *bytes, RowInfo *info, int lane) {
+__device__ __forceinline__ void store_row(const float (&x)[N], int first, int stride, float bias, float scale,
+                                          float step, int place, char *bytes, RowInfo *info, int lane) {
   using Q = QueryMap<DIM>;
   constexpr int COPY = 4 * Q::ROW_BYTES;
   char *upper = bytes + place * Q::ROW_BYTES, *lower = upper + ROWS * Q::ROW_BYTES;
@@ -77,9 +77,9 @@ __device__ __forceinline__ void store_row(const float (&x)[N], int first, int st
 template <class T, int DIM, bool TWICE>
 struct QueryRows {
   static constexpr int N = (DIM + 31) / 32;
-  static constexpr bool IN_REGISTERS = DIM == 32 * largest_power(N) && DIM >= 64;
+  static constexpr bool IN_REGISTERS = DIM == 32 * fixed::largest_power(N) && DIM >= 64;
   const float *centre, *balance;
-  WarpRotation<IN_REGISTERS ? N : 2> rotation;
+  fixed::WarpRotation<IN_REGISTERS ? N : 2> rotation;
   float c[N], b[N], q[N];
 
   static __device__ __forceinline__ int dim_of(int i, int lane) { return IN_REGISTERS ? N * lane + i : lane + 32 * i; }
@@ -100,8 +100,8 @@ struct QueryRows {
     }
   }
 
-  __device__ __forceinline__ void store(const DecodeArgs &a, float step, int place, float *x, char *bytes, RowInfo *info,
-                                        int lane) {
+  __device__ __forceinline__ void store(const DecodeArgs &a, float step, int place, float *x, char *bytes,
+                                        RowInfo *info, int lane) {
     float bias = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) bias = fmaf(q[i], c[i], bias), q[i] *= b[i];
@@ -114,7 +114,7 @@ struct QueryRows {
       for (int i = 0; i < N; i++)
         if (DIM % 32 == 0 || dim_of(i, lane) < DIM) x[dim_of(i, lane)] = q[i];
       __syncwarp();
-      rotate_row<DIM>(x, r, false, lane);
+      fixed::rotate_row<DIM>(x, r, false, lane);
 #pragma unroll
       for (int i = 0; i < N; i++) q[i] = DIM % 32 == 0 || dim_of(i, lane) < DIM ? x[dim_of(i, lane)] : 0;
       __syncwarp();

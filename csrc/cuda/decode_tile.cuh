@@ -1,7 +1,7 @@
 // A tile of the packed body in shared memory: 128 tokens, that is 4 blocks of 32, of one key/value head.
 //
-// Lane c of four (lane = 4 g + c) works on block c throughout: it has scores of that block's tokens and whole words of its
-// values. Blocks are padded so that the lanes' reads fall into different banks.
+// Lane c of four (lane = 4 g + c) works on block c throughout: it has scores of that block's tokens and whole words of
+// its values. Blocks are padded so that the lanes' reads fall into different banks.
 #pragma once
 
 #include "decode_codes.cuh"
@@ -13,8 +13,8 @@ namespace cuda {
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int TILE_BLOCKS = 4, TILE_LEN = TILE_BLOCKS * BLOCK_LEN;
 
-// Padding of block i, in units of 4 words, so that eight lanes of two tokens (`stride` words apart) and four blocks read
-// eight different units of the 32 banks.
+// Padding of block i, in units of 4 words, so that eight lanes of two tokens (`stride` words apart) and four blocks
+// read eight different units of the 32 banks.
 __host__ __device__ constexpr int key_pad(int stride, int i) {
   return stride / 4 % 8 == 2 || stride / 4 % 8 == 6 ? (i & 1) + 4 * (i >> 1) : stride / 4 % 8 == 4 ? i : 2 * i;
 }
@@ -62,7 +62,8 @@ struct TileSource {
 
   // Up to four blocks of WORDS words each; to(block) is a place in words.
   template <int WORDS, class Place>
-  static __device__ __forceinline__ void copy_blocks(const uint32_t *from, uint32_t *shared, Place to, int blocks, int lane) {
+  static __device__ __forceinline__ void copy_blocks(const uint32_t *from, uint32_t *shared, Place to, int blocks,
+                                                     int lane) {
     constexpr int UNITS = WORDS / 4;
     if constexpr (UNITS % 32 == 0) {
 #pragma unroll

@@ -64,8 +64,8 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
-// Copies of 16 bytes from global to shared memory that do not wait; a lane waits for its own with wait_copies, others' need
-// __syncwarp after that. Copies issued since the last commit_copies form one group.
+// Copies of 16 bytes from global to shared memory that do not wait; a lane waits for its own with wait_copies, others'
+// need __syncwarp after that. Copies issued since the last commit_copies form one group.
 __device__ __forceinline__ void start_copy(void *to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from)
                : "memory");

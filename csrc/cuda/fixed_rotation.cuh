@@ -1,10 +1,13 @@
-// Rotation of one vector by one warp (codecs/rotation.py): rounds of signs and Walsh-Hadamard, 4x4 blocks, or a matrix.
+// Rotation of one vector by one warp (codecs/rotation.py) for a head dim that is known when the kernel is compiled, as
+// the decode kernels need it: lane l holds coordinates N l .. N l + N - 1, so a vector may stay in registers between
+// what loads it and what takes it. rotation.cuh does the same for any head dim.
 #pragma once
 
 #include "structs.h"
 
 namespace kvq {
 namespace cuda {
+namespace fixed {
 
 __host__ __device__ constexpr int largest_power(int n) {
   int p = 1;
@@ -95,7 +98,8 @@ struct WarpRotation {
         for (int i = 0; i < 4; i++) {
           float sum = 0;
 #pragma unroll
-          for (int j = 0; j < 4; j++) sum = fmaf(inverse ? block[16 * n + 4 * j + i] : block[16 * n + 4 * i + j], v[j], sum);
+          for (int j = 0; j < 4; j++)
+            sum = fmaf(inverse ? block[16 * n + 4 * j + i] : block[16 * n + 4 * i + j], v[j], sum);
           x[4 * n + i] = sum;
         }
       }
@@ -166,5 +170,6 @@ __device__ void rotate_row(float *x, const Rotation &r, bool inverse, int lane) 
     for (int i = r.rounds - 1; i >= 0; i--) mix<DIM>(x, r.signs + i * DIM, true, lane);
 }
 
+}  // namespace fixed
 }  // namespace cuda
 }  // namespace kvq
