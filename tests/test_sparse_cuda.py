@@ -32,11 +32,14 @@ class OnDevice:
         self.device = device
 
     def __getattr__(self, name):
-        return functools.partial(self.call, getattr(ops, name))
+        return functools.partial(self.call, getattr(ops, name)._schema, self.operator(name))
 
-    def call(self, operator, *arguments):
+    def operator(self, name):
+        return getattr(ops, name)
+
+    def call(self, schema, operator, *arguments):
         there, back = [], []
-        for argument, declared in zip(arguments, operator._schema.arguments):
+        for argument, declared in zip(arguments, schema.arguments):
             if isinstance(argument, list):
                 there.append([whole_on(x, self.device)[0] for x in argument])
             elif isinstance(argument, torch.Tensor):
