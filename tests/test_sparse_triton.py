@@ -14,6 +14,7 @@ import torch
 from sparse_cases import SparseCase
 from test_sparse_cuda import OnDevice
 from test_triton import interpreter_problem
+from test_triton_build import compiled, resources  # noqa: F401  a fixture
 
 from torch_kvq.backends import triton as backend
 from torch_kvq.ops.schemas import SPARSE_NAMES
@@ -33,6 +34,7 @@ class Launchers(OnDevice):
 
 @pytest.fixture(autouse=True)
 def operators(monkeypatch):
+    """The launchers take the place of ``ops`` in the tests."""
     if INTERPRETED:
         kernels = types.SimpleNamespace(**{name: backend.launcher(name) for name in SPARSE_NAMES})
     else:
@@ -111,6 +113,31 @@ def test_attention(case):
 def test_many_parts():
     test_sparse_ops.test_attending_to_a_selection(SparseCase("parts", tokens=600, share=0.8, queries=2))
     test_sparse_ops.test_a_selection_and_the_rest_are_everything()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the kernels are interpreted")
+@pytest.mark.parametrize("dim, dtype", [(80, torch.float32), (128, torch.bfloat16), (256, torch.float16)])
+def test_they_compile(compiled, dim, dtype):  # noqa: F811
+    case = SparseCase("compile", dim=dim, dtype=dtype, centred=True, kind="isoquant")
+    for mask, capacity in ((None, 200), (torch.ones(1, 6, 1, 130, dtype=torch.bool), 100)):
+        index = test_sparse_ops.index_of(case)
+        planes, terms, _ = test_sparse_ops.coded(index, 0.1)
+        (q, keys, values, *_), *_ = test_sparse_ops.selected_problem(case)
+        scores, lse, out = torch.zeros(1, 6, 1, 130, dtype=torch.float16), torch.zeros(1, 6, 1), torch.zeros_like(q)
+        indices, count = torch.zeros(1, 2, capacity, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+        calls = {
+            "quantise_query": (index.q, *index.transform, 0.1, planes, terms),
+            "index_keys": (index.keys, *index.transform, 0, index.sign, index.factor, index.bias),
+            "sign_scores": (planes, terms, index.sign, index.factor, index.bias, dim, 0.1, 0, scores),
+            "top_p_select": (scores, lse, mask, None, 0.9, indices, count),
+            "qk_selected": (q, keys, indices, count, 0.1, torch.zeros(1, 6, 1, capacity)),
+            "attend_selected": (q, keys, values, indices, count, mask, 0.1, 0.0, out, lse),
+            "gather_selected": (keys[0], indices, count, torch.zeros(1, 2, capacity, dim, dtype=dtype)),
+        }
+        for name in SPARSE_NAMES:
+            backend.launcher(name)(*calls[name])
+        for kernel in compiled.values():
+            assert resources(kernel)[1] <= 256 and kernel.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.skipif(INTERPRETED or bool(interpreter_problem()), reason=interpreter_problem() or "the kernels are interpreted")

@@ -3,7 +3,7 @@
 // Tensor cores count bits: rows of A are the signs of 16 tokens, 128 dims of them; the eight columns of B are two planes of
 // four rows. Two products give all four planes, a third, of ones, the number of negative signs. Of 64 tokens lane 4 g + c holds
 // tokens 8 g .. 8 g + 7 of row c, in product i those at 2 i and 2 i + 1, so that it stores them side by side. Signs of 128 dims
-// come through shared memory, 16 bytes a copy, one chunk ahead.
+// come through shared memory with what scales them, 16 bytes a copy, one chunk ahead.
 #include "rows.cuh"
 #include "sparse.h"
 #include "sparse_asm.cuh"
@@ -34,13 +34,28 @@ __device__ __forceinline__ const uint32_t *signs_at(const SignScan &s, const Pla
   return x.sign + at.b * x.sign_stride[0] + at.h * x.sign_stride[1] + (s.start + at.first) * x.sign_stride[2];
 }
 
+// A chunk in shared memory: signs of its tokens, factors, biases.
+constexpr int HALF_UNITS = CHUNK / 8, FACTORS = CHUNK, BIASES = FACTORS + HALF_UNITS, CHUNK_UNITS = BIASES + HALF_UNITS;
+
+// Eight halves as one copy, or one after another where `count` are left or they are not aligned.
+__device__ __forceinline__ void stage_halves(uint4 *shared, const uint16_t *x, int count) {
+  if (count >= 8 && (uintptr_t)x % 16 == 0) return copy_async<16>(shared, x);
+  for (int i = 0; i < 8; i++) ((uint16_t *)shared)[i] = i < count ? x[i] : 0;
+}
+
 __device__ __forceinline__ void stage(const SignScan &s, const Place &at, uint4 *shared, int lane) {
   const uint32_t *signs = signs_at(s, at);
+  const SignIndex &x = s.index;
 #pragma unroll
   for (int j = 0; j < CHUNK / WARP; j++) {
     int token = lane + WARP * j;
-    if (at.first + token < s.tokens) copy_async<16>(shared + slot_of(token), signs + token * s.index.sign_stride[2]);
+    if (at.first + token < s.tokens) copy_async<16>(shared + slot_of(token), signs + token * x.sign_stride[2]);
   }
+  int unit = lane % HALF_UNITS, first = at.first + 8 * unit;
+  if (lane < HALF_UNITS)
+    stage_halves(shared + FACTORS + unit, x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1] + s.start + first, (int)s.tokens - first);
+  else if (x.bias)
+    stage_halves(shared + BIASES + unit, x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1] + s.start + first, (int)s.tokens - first);
 }
 
 // Eight halves from x on, of which `count` are there, two a word.
@@ -55,6 +70,10 @@ __device__ __forceinline__ void load_halves(uint32_t (&to)[4], const uint16_t *x
     uint32_t low = 2 * i < count ? x[2 * i] : 0, high = 2 * i + 1 < count ? x[2 * i + 1] : 0;
     to[i] = low | high << 16;
   }
+}
+
+__device__ __forceinline__ void staged_halves(uint32_t (&to)[4], const uint4 &from) {
+  to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
 }
 
 __device__ __forceinline__ float2 floats_of_halves(uint32_t pair) { return __half22float2(*(const __half2 *)&pair); }
@@ -175,7 +194,7 @@ template <class Out, bool STAGED>
 __global__ void __launch_bounds__(WARPS *WARP, STAGED ? CTAS : 4) sign_scores(const __grid_constant__ SignScan s, int chunks, int num_chunks) {
   extern __shared__ uint4 memory[];
   int lane = lane_id(), warp = warp_id(), rows = (int)(s.group * s.queries);
-  uint4 *shared = memory + warp * 2 * CHUNK;
+  uint4 *shared = memory + warp * 2 * CHUNK_UNITS;
   int64_t workers = (int64_t)gridDim.x * WARPS, worker = (int64_t)blockIdx.x * WARPS + warp;
   int chunk = (int)(worker * num_chunks / workers), stop = (int)((worker + 1) * num_chunks / workers);
   if (STAGED && chunk < stop) stage(s, Place(s, chunk, chunks), shared, lane);
@@ -183,10 +202,11 @@ __global__ void __launch_bounds__(WARPS *WARP, STAGED ? CTAS : 4) sign_scores(co
   for (int buffer = 0; chunk < stop; chunk++, buffer ^= 1) {
     Place at(s, chunk, chunks);
     const SignIndex &x = s.index;
+    const uint4 *staged = shared + buffer * CHUNK_UNITS;
     const uint16_t *factors = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1] + s.start + at.first;
     const uint16_t *biases = x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1] + s.start + at.first;
     if (STAGED) {
-      if (chunk + 1 < stop) stage(s, Place(s, chunk + 1, chunks), shared + (buffer ^ 1) * CHUNK, lane);
+      if (chunk + 1 < stop) stage(s, Place(s, chunk + 1, chunks), shared + (buffer ^ 1) * CHUNK_UNITS, lane);
       close_copies();
       wait_copy_groups<1>();
       __syncwarp();
@@ -195,10 +215,15 @@ __global__ void __launch_bounds__(WARPS *WARP, STAGED ? CTAS : 4) sign_scores(co
     for (int part = 0; part < CHUNK; part += PART) {
       int first = part + 8 * (lane >> 2), count = max(min((int)s.tokens - at.first - first, 8), 0);
       uint32_t factor[4], bias[4] = {};
-      load_halves(factor, factors + first, count);
-      if (x.bias) load_halves(bias, biases + first, count);
+      if (STAGED) {
+        staged_halves(factor, staged[FACTORS + first / 8]);
+        if (x.bias) staged_halves(bias, staged[BIASES + first / 8]);
+      } else {
+        load_halves(factor, factors + first, count);
+        if (x.bias) load_halves(bias, biases + first, count);
+      }
       for (int row = 0; row < rows; row += ROWS)
-        score_rows<Out, STAGED>(s, at, shared + buffer * CHUNK, part, row, factor, bias, count, lane);
+        score_rows<Out, STAGED>(s, at, staged, part, row, factor, bias, count, lane);
     }
     __syncwarp();  // before the copies of the chunk after the next
   }
@@ -213,7 +238,7 @@ void launch(const SignScan &s, int num_multiprocessors, cudaStream_t stream) {
   bool whole = s.dim > 96 && s.dim <= 128 && (uintptr_t)x.sign % 16 == 0;
   for (int64_t stride : x.sign_stride) whole = whole && stride % 4 == 0;
   if (whole)
-    sign_scores<Out, true><<<grid, WARPS * WARP, WARPS * 2 * CHUNK * 16, stream>>>(s, chunks, (int)num_chunks);
+    sign_scores<Out, true><<<grid, WARPS * WARP, WARPS * 2 * CHUNK_UNITS * 16, stream>>>(s, chunks, (int)num_chunks);
   else
     sign_scores<Out, false><<<grid, WARPS * WARP, 0, stream>>>(s, chunks, (int)num_chunks);
 }

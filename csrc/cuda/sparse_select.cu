@@ -15,9 +15,9 @@ struct SelectPlan {
 
   SelectPlan(const TopP &p, int num_multiprocessors, char *scratch) {
     rows = p.batch * p.query_heads * p.queries, heads = p.batch * p.selection.selections, bytes = 0;
-    int64_t piece_len = MASS_THREADS * PIECE, most = MAX_PIECES;
-    int64_t pieces = rows * p.columns / (2 * num_multiprocessors * piece_len);  // two blocks a multiprocessor, or more
-    mass.pieces = (int)(pieces < 1 ? 1 : pieces > most ? most : pieces);
+    int64_t piece_len = MASS_THREADS * PIECE, least = ceil_div(p.columns, piece_len * MAX_PIECES);
+    int64_t wanted = ceil_div(2 * num_multiprocessors, rows), segments = wanted > least ? wanted : least;
+    mass.pieces = (int)ceil_div(p.columns, segments * piece_len);
     mass.segments = (int)ceil_div(p.columns, mass.segment_len());
     marks.words = (int)ceil_div(p.columns, 32);
     auto take = [&](int64_t count, int64_t size) {

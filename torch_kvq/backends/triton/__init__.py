@@ -1,12 +1,13 @@
 """Triton kernels: the twin of every operator for GPUs without compiled kernels. Nothing here imports triton by itself.
 
 One file an operator, with its launcher: ``rotate encode decode attend qk pv merge``; those of sparse attention are in
-``sparse_query`` (queries and keys to codes and signs), ``sparse_scan``, ``sparse_select`` and ``sparse_attend``. ``checks`` and ``stores`` know the
-arguments, ``plan`` how the work is cut and the launch configurations, ``planes`` how words become operands of tensor cores,
-``rotation`` the product with a rotation, ``tiles`` what attend, qk and pv do to a tile, ``prepare`` and ``finish`` their first
-and last phase.
+``sparse_query`` (queries and keys to codes and signs), ``sparse_scan``, ``sparse_select`` and ``sparse_attend``. ``checks``
+and ``stores`` know the arguments, ``plan`` how the work is cut and the launch configurations, ``planes`` how words become
+operands of tensor cores, ``rotation`` the product with a rotation, ``tiles`` what attend, qk and pv do to a tile, ``prepare``
+and ``finish`` their first and last phase.
 """
 
+import collections
 import importlib
 import importlib.util
 
@@ -15,6 +16,9 @@ import torch
 from ...ops.schemas import NAMES, NAMESPACE
 
 OLDEST_CAPABILITY = (8, 0)
+
+fallbacks: collections.Counter = collections.Counter()
+"""Calls that the reference answered, by operator and reason."""
 
 _MODULES = {
     "quantise_query": "sparse_query",

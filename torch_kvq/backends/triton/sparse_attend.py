@@ -1,12 +1,12 @@
 """attend_selected, qk_selected and gather_selected. A program takes 16 rows of one selection and a share of its tokens, whose
-rows it reads where they lie. From packed stores the reference attends."""
+rows it reads where they lie. From packed stores the reference attends, which waits for the device."""
 
 import torch
 import triton
 import triton.language as tl
 
 from ...ops import sparse_reference
-from . import checks, plan
+from . import checks, fallbacks, plan
 from .merge import merge
 from .tiles import LOG2E
 
@@ -71,7 +71,8 @@ def _attend(
     acc /= tl.where(total == 0, 1.0, total)[:, None]
     lse = tl.where(total == 0, float("-inf"), (top + tl.log2(tl.where(total == 0, 1.0, total))) / LOG2E)
     place = ((part * tl.num_programs(0) // selections + batch) * selections * (rows // queries) + head) * queries + query
-    tl.store(outs + place[:, None] * VALUE_DIM + value_columns[None, :], acc, used[:, None] & (value_columns < VALUE_DIM)[None, :])
+    to = outs + place[:, None] * VALUE_DIM + value_columns[None, :]
+    tl.store(to, acc, used[:, None] & (value_columns < VALUE_DIM)[None, :])
     tl.store(lses + place, lse, used)
 
 
@@ -121,6 +122,7 @@ def _width(dim: int) -> int:
 def qk_selected(q, keys, indices, count, scale, out) -> None:
     """Launches ``torch_kvq::qk_selected`` (``ops/schemas.py``)."""
     if len(keys) != 1:
+        fallbacks["qk_selected: packed keys"] += 1
         return sparse_reference.qk_selected(q, keys, indices, count, scale, out)
     checks.require_dims("q", q, 4)
     (batch, query_heads, queries, dim), device = q.shape, q.device
@@ -144,6 +146,7 @@ def qk_selected(q, keys, indices, count, scale, out) -> None:
 def attend_selected(q, keys, values, indices, count, mask, scale, softcap, out, lse) -> None:
     """Launches ``torch_kvq::attend_selected`` (``ops/schemas.py``)."""
     if len(keys) != 1 or len(values) != 1:
+        fallbacks["attend_selected: a packed store"] += 1
         return sparse_reference.attend_selected(q, keys, values, indices, count, mask, scale, softcap, out, lse)
     checks.require_dims("q", q, 4)
     checks.require_dims("out", out, 4)
