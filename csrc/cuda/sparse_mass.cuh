@@ -19,16 +19,20 @@ struct MassPlan {
   __host__ __device__ int segment_len() const { return MASS_THREADS * PIECE * pieces; }
 };
 
-// Eight scores as they lie in memory.
+// Eight scores as they lie in memory; rows may begin at any element.
 template <class Score>
 struct Piece {
   Score x[PIECE];
-  __device__ __forceinline__ void load(const Score *from, int count) {
-    if (count >= PIECE && (uintptr_t)from % 16 == 0) {
+  template <class Unit>
+  __device__ __forceinline__ void load_units(const Score *from) {
 #pragma unroll
-      for (int i = 0; i < (int)sizeof(x) / 16; i++) ((uint4 *)x)[i] = __ldg((const uint4 *)from + i);
-      return;
-    }
+    for (int i = 0; i < (int)(sizeof(x) / sizeof(Unit)); i++) ((Unit *)x)[i] = __ldg((const Unit *)from + i);
+  }
+  __device__ __forceinline__ void load(const Score *from, int count) {
+    int offset = (int)((uintptr_t)from % 16);
+    if (count >= PIECE && offset == 0) return load_units<uint4>(from);
+    if (count >= PIECE && offset % 8 == 0) return load_units<uint2>(from);
+    if (count >= PIECE && offset % 4 == 0) return load_units<uint32_t>(from);
 #pragma unroll
     for (int i = 0; i < PIECE; i++) x[i] = i < count ? from[i] : Score(0.0f);
   }

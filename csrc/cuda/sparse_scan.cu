@@ -89,8 +89,14 @@ struct Scores<__half> {
     kept[i] = *(uint32_t *)&pair;
   }
   __device__ __forceinline__ void store(__half *to, int count) const {
-    if (count >= 8 && (uintptr_t)to % 16 == 0) {
+    int offset = (int)((uintptr_t)to % 16);
+    if (count >= 8 && offset == 0) {
       *(uint4 *)to = make_uint4(kept[0], kept[1], kept[2], kept[3]);
+      return;
+    }
+    if (count >= 8 && offset % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) ((uint32_t *)to)[i] = kept[i];
       return;
     }
 #pragma unroll
