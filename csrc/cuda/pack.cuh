@@ -51,9 +51,8 @@ __device__ inline uint32_t transpose_bits(uint32_t word, int lane) {
 struct Codebook {
   float level[MAX_LEVELS], edge[MAX_LEVELS - 1];
 
-  // Of a store that is not `there` nothing is read.
-  __device__ explicit Codebook(const Store &s, bool there = true) {
-    int count = there ? 1 << (s.bits - 1) : 0;
+  __device__ explicit Codebook(const Store &s) {
+    int count = 1 << (s.bits - 1);
 #pragma unroll
     for (int k = 0; k < MAX_LEVELS; k++) level[k] = k < count ? s.level_data[k] : 0;
 #pragma unroll

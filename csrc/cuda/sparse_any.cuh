@@ -24,8 +24,13 @@ struct RowSource {
   __device__ __forceinline__ const float *centre() const { return packed ? centre_at(store, b, h) : nullptr; }
   __device__ __forceinline__ const float *balance() const { return packed ? balance_at(store, b, h) : nullptr; }
 
+  // The values of all codes, sign above magnitude.
+  __device__ __forceinline__ void load_values(float *values) const {
+    int code = threadIdx.x, half = packed ? 1 << (store.bits - 1) : 0;
+    if (code < 2 * half) values[code] = code < half ? store.level_data[code] : -store.level_data[code - half];
+  }
   // Row `token` to `to`, by a warp; in rotated space if packed.
-  __device__ __forceinline__ void load(float *to, int token, const Codebook &book, int lane) const {
+  __device__ __forceinline__ void load(float *to, int token, const float *values, int lane) const {
     if (!packed) {
       const char *row = row_at(dense, b, h, token);
       for (int d = lane; d < dim; d += WARP) to[d] = load_element(row, dense.dtype, d);
@@ -40,10 +45,9 @@ struct RowSource {
 #pragma unroll
       for (int p = 0; p < MAX_BITS; p++)
         if (p < store.bits) code |= (int)(planes[p][d / WORD_BITS] >> lane & 1) << p;
-      to[d] = scale * book.value(code, store.bits);
+      to[d] = scale * values[code];
     }
   }
-  __device__ __forceinline__ Codebook book() const { return Codebook(store, packed); }
 };
 
 __device__ __forceinline__ RowSource keys_of(const Selected &s, int b, int h) {
@@ -100,9 +104,9 @@ struct AnyBlock {
   }
 
   // Rows of the tokens at places at .. at + 32 of the selection.
-  __device__ __forceinline__ void load_tile(const RowSource &from, const Codebook &book) {
+  __device__ __forceinline__ void load_tile(const RowSource &from, const float *values) {
     for (int i = warp; i < WARP; i += ANY_WARPS)
-      if (tokens[i] >= 0) from.load(tile + i * shape.tile_row, tokens[i], book, lane);
+      if (tokens[i] >= 0) from.load(tile + i * shape.tile_row, tokens[i], values, lane);
   }
   __device__ __forceinline__ void load_tokens(const int32_t *indices, int at, int count) {
     if (t < WARP) tokens[t] = at + t < count ? (int)min((uint32_t)indices[at + t], (uint32_t)(s.tokens - 1)) : -1;
@@ -119,17 +123,19 @@ struct AnyBlock {
 
 __global__ void __launch_bounds__(ANY_THREADS, 2) score_any(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
   extern __shared__ float4 memory[];
+  __shared__ float key_values[1 << MAX_BITS];
   const Attention &a = s.attention;
   AnyBlock block(s, (float *)memory);
-  int item = blockIdx.y, at = blockIdx.x * WARP, count = w.count_of(item);
+  int item = blockIdx.x, at = blockIdx.y * WARP, count = w.count_of(item);
   ItemPlace place(w, item);
   bool some = at < count;
   if (some) {
     RowSource keys = keys_of(s, place.b, place.kv_head(a, w));
+    keys.load_values(key_values);
     block.load_queries(w, item, keys);
     block.load_tokens(s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1], at, count);
     __syncthreads();
-    block.load_tile(keys, keys.book());
+    block.load_tile(keys, key_values);
     __syncthreads();
   }
   int column = at + block.lane;
@@ -143,7 +149,7 @@ __global__ void __launch_bounds__(ANY_THREADS, 2) score_any(const __grid_constan
 
 __global__ void __launch_bounds__(ANY_THREADS, 2) attend_any(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
   extern __shared__ float4 memory[];
-  __shared__ float top[ITEM_ROWS], mass[ITEM_ROWS], keep[ITEM_ROWS];
+  __shared__ float top[ITEM_ROWS], mass[ITEM_ROWS], keep[ITEM_ROWS], key_values[1 << MAX_BITS], value_values[1 << MAX_BITS];
   const Attention &a = s.attention;
   AnyBlock block(s, (float *)memory);
   int t = threadIdx.x, lane = block.lane, part = blockIdx.x, tiles = w.tiles_before(w.items);
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(ANY_THREADS, 2) attend_any(const __grid_consta
     ItemPlace place(w, item);
     int h = place.kv_head(a, w);
     RowSource keys = keys_of(s, place.b, h), values = values_of(s, place.b, h);
-    Codebook key_book = keys.book(), value_book = values.book();
+    keys.load_values(key_values), values.load_values(value_values);
     const int32_t *indices = s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1];
     block.load_queries(w, item, keys);
     if (t < ITEM_ROWS) top[t] = NOTHING, mass[t] = 0;
@@ -164,7 +170,7 @@ __global__ void __launch_bounds__(ANY_THREADS, 2) attend_any(const __grid_consta
     for (int at = tile * SPARSE_TILE; at < min((tile + now) * SPARSE_TILE, count); at += WARP) {
       block.load_tokens(indices, at, count);
       __syncthreads();
-      block.load_tile(keys, key_book);
+      block.load_tile(keys, key_values);
       __syncthreads();
       for (int r = block.warp; r < ITEM_ROWS; r += ANY_WARPS) {
         int row = min(w.first_row(item) + r, w.rows - 1), token = block.tokens[lane];
@@ -181,7 +187,7 @@ __global__ void __launch_bounds__(ANY_THREADS, 2) attend_any(const __grid_consta
         __syncwarp();
       }
       __syncthreads();
-      block.load_tile(values, value_book);
+      block.load_tile(values, value_values);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < MAX_DIMS_EACH; i++) {

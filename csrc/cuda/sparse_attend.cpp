@@ -10,7 +10,7 @@ namespace {
 
 void check_count(const Call &call, const Selected &s, const Tensor &q) {
   int64_t rows = s.attention.batch * s.attention.heads * s.attention.rows;
-  KVQ_CHECK(rows < 1 << 15, "q", "have fewer than 2**15 rows of all sequences, heads and tokens", text(q));
+  KVQ_CHECK(rows < 1 << 20, "q", "have fewer than 2**20 rows of all sequences, heads and tokens", text(q));
   KVQ_CHECK(s.tokens < INT32_MAX && s.selection.capacity < (int64_t)1 << 30, "keys", "have fewer than 2**30 tokens", s.tokens);
   call.check_grid("q", rows * 8);
 }
@@ -20,6 +20,7 @@ void qk_selected(const Tensor &q, const Tensors &keys, const Tensor &indices, co
   Call call("q", q);
   Selected s = qk_selected_problem(q, keys, indices, count, scale, out);
   check_count(call, s, q);
+  KVQ_CHECK(s.selection.capacity < 1 << 20, "indices", "have a capacity below 2**20", text(indices));
   launch_qk_selected(s, call.stream());
   call.check("qk_selected");
 }

@@ -95,7 +95,7 @@ void launch_qk_selected(const Selected &s, cudaStream_t stream) {
   Work w = work_of(s, 1, nullptr, bytes);
   if (!w.items || !s.selection.capacity) return;
   allow(score_any, any_bytes(s.attention));
-  dim3 grid((unsigned)ceil_div(s.selection.capacity, WARP), (unsigned)w.items);
+  dim3 grid((unsigned)w.items, (unsigned)ceil_div(s.selection.capacity, WARP));
   score_any<<<grid, ANY_THREADS, any_bytes(s.attention), stream>>>(s, w);
 }
 
