@@ -8,7 +8,7 @@ import test_sparse_ops
 import torch
 from cuda_host import emulated_library
 from cuda_host.attend_checks import moved
-from op_cases import check_fences, fenced
+from op_cases import check_fences, fenced, relative_error
 from sparse_cases import SparseCase, coded, index_of, selected_problem
 from test_sparse_ops import *  # noqa: F403  every test of the table
 
@@ -92,6 +92,29 @@ HALF_CASES = [
     SparseCase("per-head", per_head=True, queries=2, mask="bool", dtype=BF16, group=4),
     SparseCase("many", batch=5, heads=9, tokens=70, share=0.1, dtype=HALF, group=1),
 ]
+
+
+PACKED_CASES = [
+    SparseCase("group", packed=True, dim=128, tokens=300, group=4, dtype=BF16),
+    SparseCase("rows", packed=True, dim=128, tokens=150, group=4, queries=5, dtype=HALF, batch=2, mask="float"),
+    SparseCase("plain", packed=True, plain=True, dim=128, kind="isoquant", tokens=70, dtype=HALF, softcap=3.0),
+    SparseCase("packed-per-head", packed=True, per_head=True, dim=128, group=2, dtype=HALF, mask="dead", queries=2),
+    SparseCase("packed-none", packed=True, share=0.0, dim=128, dtype=HALF),
+]
+
+
+@pytest.mark.parametrize("case", PACKED_CASES, ids=lambda case: case.name)
+def test_attending_to_three_bits_on_tensor_cores(case, kernels):
+    """Rounding is that of the output alone."""
+    arguments, _, _ = selected_problem(case)
+    (out, whole), (lse, lse_whole) = fenced(arguments[0].shape), fenced(arguments[0].shape[:3])
+    kernels.attend_selected(*arguments, out, lse)
+    check_fences(whole, lse_whole)
+    expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
+    sparse_reference.attend_selected(*arguments, expected, expected_lse)
+    assert relative_error(out, expected) <= 1e-4
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    assert torch.allclose(lse, expected_lse, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", HALF_CASES, ids=lambda case: case.name)

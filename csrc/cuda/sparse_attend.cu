@@ -1,6 +1,6 @@
 // attend_selected and qk_selected: which kernel takes a problem, and how many blocks of threads share it.
 #include "sparse_combine.cuh"
-#include "sparse_gather.cuh"
+#include "sparse_packed.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -24,13 +24,26 @@ bool gathers(const Selected &s) {
   return pairs && aligned(a.exact_keys) && aligned(a.exact_values);
 }
 
+bool gapless(const Store &s, int words) {
+  bool good = (uintptr_t)s.sign % 16 == 0 && (uintptr_t)s.mag % 16 == 0 && (uintptr_t)s.scale % 4 == 0;
+  for (int i = 0; i < 3; i++) good = good && s.sign_stride[i] % 4 == 0 && s.mag_stride[i] % 4 == 0;
+  return good && s.mag_stride[3] == words && s.scale_stride[0] % 2 == 0 && s.scale_stride[1] % 2 == 0;
+}
+
+// Whether tensor cores have a kernel: keys and values of three bits, 128 dims, 16-bit queries.
+bool gathers_packed(const Selected &s) {
+  const Attention &a = s.attention;
+  if (!s.packed_keys || !s.packed_values || a.dim != 128 || a.value_dim != 128 || a.q.dtype == FLOAT32) return false;
+  return a.keys.bits == 3 && a.values.bits == 3 && gapless(a.keys, 4) && gapless(a.values, 4);
+}
+
 Work work_of(const Selected &s, int num_multiprocessors, char *scratch, int64_t &bytes) {
   const Attention &a = s.attention;
   Work w{};
   w.selections = (int)s.selection.selections, w.rows = (int)(a.group * a.heads / w.selections * a.queries);
   w.row_blocks = (int)ceil_div(w.rows, ITEM_ROWS), w.items = (int)(a.batch * w.selections * w.row_blocks);
   w.count = s.selection.count, w.count_stride = s.selection.count_stride;
-  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = gathers(s) && a.dim <= 128 ? 2 : gathers(s) ? 1 : 4;
+  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = gathers_packed(s) || (gathers(s) && a.dim <= 128) ? 2 : gathers(s) ? 1 : 4;
   most = most < 1 ? 1 : most;
   w.parts = (int)(most < each * num_multiprocessors ? most : each * num_multiprocessors);
   int64_t places = (int64_t)(w.parts + w.items) * ITEM_ROWS, sums = round_up(places * a.value_dim * 4, 256);
@@ -45,25 +58,25 @@ void allow(Kernel kernel, int bytes) {
   if (bytes > 48 << 10) cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-template <class T, int DIM>
-void gather(const Selected &s, const Work &w, cudaStream_t stream) {
-  allow(attend_gathered<T, DIM>, GatherShape<DIM>::BYTES);
-  attend_gathered<T, DIM><<<w.parts, GATHER_WARPS * WARP, GatherShape<DIM>::BYTES, stream>>>(s, w);
+template <class Worker>
+void gather_by(const Selected &s, const Work &w, cudaStream_t stream) {
+  allow(attend_gathered<Worker>, Worker::S::BYTES);
+  attend_gathered<Worker><<<w.parts, GATHER_WARPS * WARP, Worker::S::BYTES, stream>>>(s, w);
 }
 
 template <class T>
 void gather(const Selected &s, const Work &w, cudaStream_t stream) {
   switch (s.attention.dim) {
     case 64:
-      return gather<T, 64>(s, w, stream);
+      return gather_by<GatherWarp<T, 64>>(s, w, stream);
     case 80:
-      return gather<T, 80>(s, w, stream);
+      return gather_by<GatherWarp<T, 80>>(s, w, stream);
     case 96:
-      return gather<T, 96>(s, w, stream);
+      return gather_by<GatherWarp<T, 96>>(s, w, stream);
     case 128:
-      return gather<T, 128>(s, w, stream);
+      return gather_by<GatherWarp<T, 128>>(s, w, stream);
     default:
-      return gather<T, 256>(s, w, stream);
+      return gather_by<GatherWarp<T, 256>>(s, w, stream);
   }
 }
 
@@ -79,7 +92,9 @@ void launch_attend_selected(const Selected &s, int num_multiprocessors, void *sc
   int64_t bytes;
   Work w = work_of(s, num_multiprocessors, (char *)scratch, bytes);
   if (!w.items) return;
-  if (!gathers(s)) {
+  if (gathers_packed(s)) {
+    gather_by<PackedWarp<3, 128>>(s, w, stream);
+  } else if (!gathers(s)) {
     allow(attend_any, any_bytes(s.attention));
     attend_any<<<w.parts, ANY_THREADS, any_bytes(s.attention), stream>>>(s, w);
   } else if (s.attention.q.dtype == FLOAT16) {
