@@ -13,7 +13,8 @@ namespace cuda {
 template <int KBITS_, int VBITS_, int DIM_, int VDIM_, bool OCT_>
 struct DecodeShape {
   static constexpr int KBITS = KBITS_, VBITS = VBITS_, DIM = DIM_, VDIM = VDIM_, NUM_ROWS = OCT_ ? 8 : 4;
-  static constexpr bool OCT = OCT_;
+  static constexpr bool OCT = OCT_, EXACT_APART = VDIM > 128;  // exact tokens in CTAs of their own: with wide sums both
+                                                               // do not fit into the registers
   using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
   // Shared memory in bytes: tiles (sums of the warps afterwards), bytes of the queries, one row a warp, row infos.
@@ -24,10 +25,10 @@ struct DecodeShape {
   static constexpr int EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8), SIZE = EXACT + WARPS * EXACT_WARP;
 };
 
-// A warp's share of the exact tokens, steps of 16: number `part` and every fourth part after it.
+// A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one.
 template <class T, class S>
 __device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
-                                             int part, T *shared, int lane) {
+                                             int part, int stride, T *shared, int lane) {
   using Exact = ExactWarp<T, S::DIM, S::VDIM>;
   int g = lane >> 2, c = lane & 3;
   bool valid = g < S::NUM_ROWS && first_row + g < a.rows;
@@ -35,7 +36,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &p
   warp.load_row(warp.query, valid ? query_of<T>(a, b, h, first_row + g) : nullptr, c);
   RowMask mask = mask_of_row(a, b, h, first_row + (valid ? g : 0));
   warp.clear();
-  for (int step = part; step < parts.exact_steps; step += WARPS * parts.packed) {
+  for (int step = part; step < parts.exact_steps; step += stride) {
     warp.start(a, b, h, step * EXACT_STEP, shared, lane);
     float keep;
     uint32_t upper[2], lower[2];
@@ -134,7 +135,15 @@ __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const __grid_constan
   char *bytes = memory + S::QUERIES;
   float *row_memory = (float *)(memory + S::ROW) + warp * S::DIM;
   RowInfo *info = (RowInfo *)(memory + S::INFO);
-  int exact_steps = (parts.exact_steps + parts.packed - 1 - (int)blockIdx.y) / parts.packed;  // of this CTA
+  if constexpr (S::EXACT_APART) {
+    if (blockIdx.y >= parts.packed) {
+      int part = (blockIdx.y - parts.packed) * WARPS + warp;
+      T *values = (T *)(memory + S::EXACT + warp * S::EXACT_WARP);
+      if (part < parts.exact) attend_exact<T, S>(a, parts, b, h, first_row, part, parts.exact, values, lane);
+      return;
+    }
+  }
+  int exact_steps = S::EXACT_APART ? 0 : (parts.exact_steps + parts.packed - 1 - (int)blockIdx.y) / parts.packed;
   int tile = parts.tile(blockIdx.y) + (warp - exact_steps & WARPS - 1), stop = parts.tile(blockIdx.y + 1);
 
   // Loads that the first steps wait for go first; the tiles' fill the queues of the memory.
@@ -165,9 +174,10 @@ __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const __grid_constan
     query.store(a, keys.step, warp + WARPS, row_memory, bytes, info, lane);
   }
   __syncthreads();
-  if (warp < exact_steps)
-    attend_exact<T, S>(a, parts, b, h, first_row, warp * parts.packed + blockIdx.y,
-                       (T *)(memory + S::EXACT + warp * S::EXACT_WARP), lane);
+  if constexpr (!S::EXACT_APART)
+    if (warp < exact_steps)
+      attend_exact<T, S>(a, parts, b, h, first_row, warp * parts.packed + blockIdx.y, WARPS * parts.packed,
+                         (T *)(memory + S::EXACT + warp * S::EXACT_WARP), lane);
   Source source(a, b, h);  // made again: exact tokens need the registers
   typename S::Packed packed;
   packed.clear();

@@ -8,6 +8,7 @@
 namespace kvq {
 namespace cuda {
 
+constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
 
 template <class T, class S>
@@ -36,7 +37,8 @@ struct DecodeLaunch {
     splits = splits > least ? splits : least;
     parts.packed = (int)splits;
     parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
-    parts.exact = parts.exact_steps < WARPS * parts.packed ? parts.exact_steps : WARPS * parts.packed;
+    int most_exact = S::EXACT_APART ? EXACT_PARTS : WARPS * parts.packed;
+    parts.exact = parts.exact_steps < most_exact ? parts.exact_steps : most_exact;
     int64_t count = heads * parts.count() * a.rows;
     parts.sums = (float *)scratch, parts.state = (float2 *)((char *)scratch + 4 * count * S::VDIM);
     return parts;
@@ -48,7 +50,8 @@ struct DecodeLaunch {
 
   static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
     Parts parts = parts_of(a, scratch);
-    dim3 grid((unsigned)(a.batch * a.heads), (unsigned)parts.packed, (unsigned)ceil_div(a.rows, S::NUM_ROWS));
+    int64_t apart = S::EXACT_APART ? ceil_div(parts.exact, WARPS) : 0;
+    dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + apart), (unsigned)ceil_div(a.rows, S::NUM_ROWS));
     DecodeArgs args;
     to_args(a, args);
     decode_kernel<T, S><<<grid, THREADS, S::SIZE, stream>>>(args, parts);

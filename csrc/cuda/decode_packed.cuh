@@ -73,7 +73,7 @@ struct PackedWarp {
   RowInfo row;
   float top, sum;  // maximum (log2) of row g; sum of its weights over the tokens of lane c, in units of the integers
   float unit;      // values' scales are at most this
-  float shift;     // from a score (log2) to its weight's exponent
+  float shift;     // bias - top + exponent_of_one()
   int out[LIMBS][MTILES][4];  // sums of integer weights times values' bytes
   uint32_t total[LIMBS];      // sums of row g's integer weights of block c
 
@@ -165,7 +165,7 @@ struct PackedWarp {
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), top);
     float keep = fast_exp2(top - most) * (before / unit);
-    top = most, sum *= keep, shift = WEIGHT_TOP_LOG2 - top - __log2f(unit);
+    top = most, sum *= keep, shift = row.bias - top + exponent_of_one();
     float keep0 = __shfl_sync(~0u, keep, 8 * c), keep1 = __shfl_sync(~0u, keep, 8 * c + 4);
 #pragma unroll
     for (int l = 0; l < LIMBS; l++) {
@@ -259,8 +259,9 @@ struct PackedWarp {
     return m / 2 < CHUNKS ? 32 * (m / 2) + 4 * g + 2 * (m % 2) + i : 32 * CHUNKS + 2 * g + i;
   }
 
-  // What a weight of one is in units of the integers.
+  // What a weight of one is in units of the integers, and its logarithm.
   __device__ __forceinline__ float one() const { return fast_exp2(WEIGHT_TOP_LOG2) / unit; }
+  __device__ __forceinline__ float exponent_of_one() const { return WEIGHT_TOP_LOG2 - __log2f(unit); }
 
   // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. `here` is the first of block c.
   __device__ __forceinline__ void restrict_scores(float (&x)[BLOCK_LEN], uint32_t (&scale)[BLOCK_LEN / 2], int here,
@@ -301,7 +302,8 @@ struct PackedWarp {
       scale[4 * i] = v.x, scale[4 * i + 1] = v.y, scale[4 * i + 2] = v.z, scale[4 * i + 3] = v.w;
     }
     float factor = row.factor, bias = row.bias;
-    if (__builtin_expect(softcap > 0 || mask.data || first < start || first + TILE_LEN > stop, 0)) {
+    bool restricted = softcap > 0 || mask.data || first < start || first + TILE_LEN > stop;
+    if (__builtin_expect(restricted, 0)) {
       restrict_scores(x, scale, first + c * BLOCK_LEN, start, stop, softcap, mask);
       factor = 1, bias = 0;
     }
@@ -314,8 +316,9 @@ struct PackedWarp {
     most = fmaf(most, factor, bias);
     float scale_most = fmaxf(__low2float(scale_top), __high2float(scale_top));
     if (__builtin_expect(__any_sync(~0u, most > top + SLACK || scale_most > unit), 0)) raise(most, scale_most, c);
+    float offset = restricted ? exponent_of_one() - top : shift;  // large ones cancel first
     uint32_t weight[LIMBS][4][2];
-    weights(x, scale, factor, bias + shift, g, weight);
+    weights(x, scale, factor, offset, g, weight);
     sum_values(tile, values, g, c, weight);
   }
 };
