@@ -138,6 +138,8 @@ bool in_place(const Tensor &x) { return x.is_cpu(); }
 #endif
 
 void check_place(const char *name, const Tensor &x) { check_in_place(name, x); }
+void check_shape(const char *name, const Tensor &x, Sizes sizes) { check_sizes(name, x, sizes); }
+void check_last_dim(const char *name, const Tensor &x) { check_last(name, x); }
 
 int64_t size_at(const Tensor &x, int64_t dim) { return dim < x.dim() ? x.size(dim) : -1; }
 
@@ -165,6 +167,17 @@ float *floats_of(const char *name, const Tensor &x, Sizes sizes, int64_t *stride
   auto have = x.strides();
   for (size_t i = 0; i < have.size(); i++) strides[i] = have[i];
   return (float *)x.data_ptr();
+}
+
+int32_t *ints_of(const char *name, const Tensor &x, Sizes sizes, int64_t *strides) {
+  return typed<int32_t>(name, x, ScalarType::Int, sizes, strides);
+}
+uint16_t *halves_of(const char *name, const Tensor &x, Sizes sizes, int64_t *strides) {
+  return typed<uint16_t>(name, x, ScalarType::Half, sizes, strides);
+}
+const float *vectors_of(const char *name, const Tensor &x, int64_t batch, int64_t heads, int64_t dim,
+                        int64_t *strides) {
+  return per_head(name, x, batch, heads, dim, strides);
 }
 
 Rotation rotation_of(const Tensor &signs, const Tensor &blocks, const Tensor &matrix, int64_t dim) {

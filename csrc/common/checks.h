@@ -32,11 +32,18 @@ bool in_place(const Tensor &x);
 void expect_device(int index);  // of the calls of this thread from now on
 #endif
 void check_place(const char *name, const Tensor &x);
+void check_shape(const char *name, const Tensor &x, Sizes sizes);  // and the place
+void check_last_dim(const char *name, const Tensor &x);                   // contiguous
 
 // A dense float tensor of four dims with these sizes and a contiguous last dim.
 Dense dense_of(const char *name, const Tensor &x, Sizes sizes);
 // A float32 tensor with these sizes and its strides.
 float *floats_of(const char *name, const Tensor &x, Sizes sizes, int64_t *strides);
+// An int32 or float16 tensor with these sizes and a contiguous last dim; the strides of its other dims.
+int32_t *ints_of(const char *name, const Tensor &x, Sizes sizes, int64_t *strides);
+uint16_t *halves_of(const char *name, const Tensor &x, Sizes sizes, int64_t *strides);
+// Vectors [B, H, D], broadcast from fewer or shorter leading dims, and their strides; null if empty.
+const float *vectors_of(const char *name, const Tensor &x, int64_t batch, int64_t heads, int64_t dim, int64_t *strides);
 Dtype dtype_of(const char *name, const Tensor &x);
 
 Rotation rotation_of(const Tensor &signs, const Tensor &blocks, const Tensor &matrix, int64_t dim);

@@ -77,6 +77,7 @@ struct Attention {
   Mask mask;
   const float *sink_logits;
   bool normalise;  // finish divides by the softmax sum and writes lse
+  bool by_head;    // a block of rows has one query head
   int64_t batch, heads, group, queries, rows;
   int64_t start, length, num_sinks, exact_len;
   int dim, value_dim, dim_pad, value_pad;  // padded to the tile

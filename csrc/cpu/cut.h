@@ -11,11 +11,19 @@ namespace kvq {
 
 constexpr int64_t SPLIT_LEN = 1024, MAX_TASKS = 1024;
 
+// Rows of a task: up to 32; where a task has one query head, a divisor of the number of its tokens.
+static inline int64_t row_block_of(const Attention &a) {
+  if (!a.by_head) return a.rows < TILE ? a.rows : TILE;
+  int64_t block = a.queries < TILE ? a.queries : TILE;
+  while (a.queries % block) block--;
+  return block;
+}
+
 // Sets the sizes of the tasks, from those of the problem.
 static inline void cut(Attention &a, bool prepare) {
   a.rows = a.group * a.queries;
   a.dim_pad = prepare ? (int)round_up(a.dim, TILE) : 0, a.value_pad = (int)round_up(a.value_dim, TILE);
-  a.row_block = a.rows < TILE ? a.rows : TILE, a.row_blocks = ceil_div(a.rows, a.row_block);
+  a.row_block = row_block_of(a), a.row_blocks = ceil_div(a.rows, a.row_block);
   int64_t longest = a.length > a.exact_len ? a.length : a.exact_len, blocks = a.batch * a.heads * a.row_blocks;
   a.split_len = SPLIT_LEN;
   while (a.split_len < longest && blocks * ceil_div(longest, a.split_len) > MAX_TASKS) a.split_len *= 2;

@@ -22,8 +22,7 @@ Attention part_of(const Attention &a, int64_t first, int64_t count) {
 
 }  // namespace
 
-void run_phases(const Kernels &k, const Attention &a, bool prepare, void (*task)(const Attention &, int64_t, char *),
-                bool finish) {
+void run_phases(const Kernels &k, const Attention &a, bool prepare, const AttentionTask &task, bool finish) {
   int64_t heads = a.batch * a.heads * a.group;
   if (heads * a.queries == 0) return;
   int64_t step = heads < MAX_PART_ROWS ? MAX_PART_ROWS / heads : 1;

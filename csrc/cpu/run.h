@@ -1,6 +1,8 @@
 // How the op files run the kernels of the instruction set in use on torch's threads.
 #pragma once
 
+#include <functional>
+
 #include "checks.h"
 #include "kernels.h"
 
@@ -26,7 +28,7 @@ const Kernels &kernels(Dtype query = FLOAT32);
 
 // plan.cpp: the phases of attend, qk and pv: prepare (with queries), the tasks, finish (unless the tasks write the
 // output themselves).
-void run_phases(const Kernels &k, const Attention &a, bool prepare, void (*task)(const Attention &, int64_t, char *),
-                bool finish);
+using AttentionTask = std::function<void(const Attention &, int64_t, char *)>;
+void run_phases(const Kernels &k, const Attention &a, bool prepare, const AttentionTask &task, bool finish);
 
 }  // namespace kvq

@@ -6,34 +6,12 @@
 #pragma once
 
 #include "decode_packed.cuh"
+#include "halves.cuh"
 
 namespace kvq {
 namespace cuda {
 
 constexpr int EXACT_STEP = 16;
-
-template <class T>
-__device__ __forceinline__ uint32_t pair_of(float x, float y);
-template <>
-__device__ __forceinline__ uint32_t pair_of<__half>(float x, float y) {
-  __half2 pair = __floats2half2_rn(x, y);
-  return *(uint32_t *)&pair;
-}
-template <>
-__device__ __forceinline__ uint32_t pair_of<__nv_bfloat16>(float x, float y) {
-  __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-  return *(uint32_t *)&pair;
-}
-template <class T>
-__device__ __forceinline__ float2 floats_of_pair(uint32_t pair);
-template <>
-__device__ __forceinline__ float2 floats_of_pair<__half>(uint32_t pair) {
-  return __half22float2(*(const __half2 *)&pair);
-}
-template <>
-__device__ __forceinline__ float2 floats_of_pair<__nv_bfloat16>(uint32_t pair) {
-  return __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
-}
 
 template <class T, int DIM, int VDIM>
 struct ExactWarp {

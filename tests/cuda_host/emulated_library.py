@@ -6,6 +6,8 @@ problems are done in parts too. A header that lies next to this file takes
 the place of the one of the same name in ``csrc/cuda``.
 """
 
+import fcntl
+import functools
 import re
 import shutil
 import subprocess
@@ -21,9 +23,11 @@ NAMESPACE = "torch_kvq_emulated"
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -fno-threadsafe-statics -w".split()
 CUDA_INCLUDE = Path("/usr/local/cuda/include")
+FOLDER = ROOT / "build" / "kvq_emulated"
 
 # All but the kernels of attend for few rows, so that the tiles answer every problem.
 OPS = "attend qk pv prepare finish rotate encode encode_64 encode_128 encode_256 decode merge".split()
+PREFIXES = ("tiles", "sparse")
 
 _LAUNCH = re.compile(r"([A-Za-z_]\w*(?:<[^;{}()]*?>)?)<<<([^;]*?)>>>\(")
 _SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
@@ -52,7 +56,7 @@ def write_sources(folder: Path) -> list[Path]:
         text, target = translated(path.read_text()), folder / name
         if not target.exists() or target.read_text() != text:
             target.write_text(text)
-        chosen = path.stem in OPS or name.startswith("tiles") or path.parent.name in ("common", "cuda_host")
+        chosen = path.stem in OPS or name.startswith(PREFIXES) or path.parent.name in ("common", "cuda_host")
         if path.suffix in (".cpp", ".cu") and chosen:
             compiled.append(target)
     return compiled
@@ -84,12 +88,17 @@ def build(folder: Path, jobs: int = 2) -> Path:
     return output
 
 
-def load(folder: Path):
-    """The operators, ``torch.ops.torch_kvq_emulated``."""
+@functools.cache
+def load():
+    """The operators, ``torch.ops.torch_kvq_emulated``; one process builds at a time."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = build(FOLDER)
     library = torch.library.Library(NAMESPACE, "DEF")
     for schema in SCHEMAS:
         library.define(schema)
-    torch.ops.load_library(build(folder))
+    torch.ops.load_library(built)
     ops = getattr(torch.ops, NAMESPACE)
     ops.library = library  # keeps the definitions alive
     return ops

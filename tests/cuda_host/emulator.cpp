@@ -34,7 +34,7 @@ void leave() { swapcontext(&((Coroutine *)thread)->context, &scheduler); }
 
 void finish_copies(Thread *t) {
   for (auto &copy : t->copies) copy();
-  t->copies.clear();
+  t->copies.clear(), t->groups.clear();
 }
 
 void body() {
@@ -177,6 +177,10 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount               ? 132
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
                                                                      : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *) {
+  attributes->type = cudaMemoryTypeHost;
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }

@@ -35,6 +35,7 @@ struct Thread {
   Warp *warp;
   void *operand;  // of the instruction it waits in
   std::vector<std::function<void()>> copies;  // asynchronous ones that have not landed
+  std::vector<size_t> groups;                 // of these, the ends of the closed ones
 };
 
 // The operand of a lane that waits with this one.
@@ -108,6 +109,17 @@ inline uint32_t ballot(bool value) {
   return operand.result;
 }
 
+inline void close_copies() { thread->groups.push_back(thread->copies.size()); }
+inline void wait_copy_groups(size_t pending) {
+  while (thread->groups.size() > pending) {
+    size_t end = thread->groups[0];
+    for (size_t i = 0; i < end; i++) thread->copies[i]();
+    thread->copies.erase(thread->copies.begin(), thread->copies.begin() + end);
+    thread->groups.erase(thread->groups.begin());
+    for (size_t &other : thread->groups) other -= end;
+  }
+}
+
 inline int count_block(bool value) {
   std::pair<int, int> operand{value, 0};
   meet_block("syncthreads_count", &operand, [](const std::vector<Thread *> &threads) {
@@ -164,6 +176,25 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 }
 
 template <class T>
+T atomicAdd(T *to, T value) {
+  T before = *to;
+  *to = before + value;
+  return before;
+}
+template <class T>
+T atomicMin(T *to, T value) {
+  T before = *to;
+  *to = value < before ? value : before;
+  return before;
+}
+template <class T>
+T atomicOr(T *to, T value) {
+  T before = *to;
+  *to = before | value;
+  return before;
+}
+
+template <class T>
 T __ldg(const T *from) {
   return *from;
 }
@@ -190,6 +221,8 @@ inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 inline unsigned __umulhi(unsigned x, unsigned y) { return (uint64_t)x * y >> 32; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __expf(float x) { return expf(x); }

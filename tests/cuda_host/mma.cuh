@@ -84,7 +84,7 @@ inline void copy_async(void *shared, const void *global) {
 }
 inline void wait_copies() {
   for (auto &copy : emulated::thread->copies) copy();
-  emulated::thread->copies.clear();
+  emulated::thread->copies.clear(), emulated::thread->groups.clear();
 }
 
 }  // namespace cuda

@@ -1,12 +1,9 @@
 """The ops of the CUDA library on the CPU, by the emulator of this folder."""
 
-import fcntl
-
-import emulated_library
 import pytest
 import torch
 from cuda_host import attend_checks as checks
-from cuda_host import codec_checks
+from cuda_host import codec_checks, emulated_library
 from op_cases import CASES
 
 from torch_kvq.ops.schemas import SCALE_RULES
@@ -21,11 +18,7 @@ SMALL_CASES = [case for case in CASES if case.name not in HUGE]
 
 @pytest.fixture(scope="module")
 def ops():
-    folder = emulated_library.ROOT / "build" / "kvq_emulated"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return emulated_library.load(folder)
+    return emulated_library.load()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

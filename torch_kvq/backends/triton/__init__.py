@@ -1,11 +1,13 @@
 """Triton kernels: the twin of every operator for GPUs without compiled kernels. Nothing here imports triton by itself.
 
-One file an operator, with its launcher: ``rotate encode decode attend qk pv merge``. ``checks`` and ``stores`` know the
-arguments, ``plan`` how the work is cut and the launch configurations, ``planes`` how words become operands of tensor cores,
-``rotation`` the product with a rotation, ``tiles`` what attend, qk and pv do to a tile, ``prepare`` and ``finish`` their first
-and last phase.
+One file an operator, with its launcher: ``rotate encode decode attend qk pv merge``; those of sparse attention are in
+``sparse_query`` (queries and keys to codes and signs), ``sparse_scan``, ``sparse_select`` and ``sparse_attend``. ``checks``
+and ``stores`` know the arguments, ``plan`` how the work is cut and the launch configurations, ``planes`` how words become
+operands of tensor cores, ``rotation`` the product with a rotation, ``tiles`` what attend, qk and pv do to a tile, ``prepare``
+and ``finish`` their first and last phase.
 """
 
+import collections
 import importlib
 import importlib.util
 
@@ -15,6 +17,18 @@ from ...ops.schemas import NAMES, NAMESPACE
 
 OLDEST_CAPABILITY = (8, 0)
 
+fallbacks: collections.Counter = collections.Counter()
+"""Calls that the reference answered, by operator and reason."""
+
+_MODULES = {
+    "quantise_query": "sparse_query",
+    "index_keys": "sparse_query",
+    "sign_scores": "sparse_scan",
+    "top_p_select": "sparse_select",
+    "qk_selected": "sparse_attend",
+    "attend_selected": "sparse_attend",
+    "gather_selected": "sparse_attend",
+}
 _libraries: list[torch.library.Library] = []
 
 
@@ -32,7 +46,7 @@ def available() -> tuple[bool, str]:
 
 def launcher(name: str):
     """The function that launches operator ``name`` of ``ops/schemas.py``, with its arguments; imports triton."""
-    return getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}"), name)
 
 
 def register() -> None:

@@ -1,0 +1,121 @@
+// top_p_select, second part: from the cuts of rows to bit masks of the tokens that a selection keeps, 32 columns a word.
+#pragma once
+
+#include "sparse_mass.cuh"
+
+namespace kvq {
+namespace cuda {
+
+constexpr int MARK_THREADS = 128, RESOLVE_THREADS = 1024, MAX_LISTED = 4096;
+
+struct Marks {
+  uint32_t *kept;   // [B, K, words], of the union of rows
+  uint32_t *doubt;  // [rows, words], in the bin of the cut
+  int words;
+};
+
+// A thread has eight columns, a byte of each mask.
+template <class Score, bool MASKED>
+__global__ void __launch_bounds__(MARK_THREADS, 8) mark(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+  SelectionRows selection(p, blockIdx.y);
+  int unit = blockIdx.x * MARK_THREADS + threadIdx.x, first = unit * PIECE, count = (int)p.columns - first;
+  wait_for_kernels_ahead();
+  if (unit >= marks.words * 4) return;
+  uint32_t kept = 0;
+  selection.each([&](const RowPlace &row) {
+    ScoreRow scores(p, row);
+    int flat = row.flat(p);
+    float sure = cuts[flat].sure, edge = cuts[flat].edge;
+    __align__(16) Piece<Score> piece;
+    piece.load((const Score *)scores.scores + first, count);
+    uint32_t doubt = 0;
+#pragma unroll
+    for (int i = 0; i < PIECE; i++) {
+      float x = float(piece.x[i]);
+      if (MASKED && i < count) x = scores.masked(x, first + i);
+      kept |= (uint32_t)!(x < sure) << i;
+      doubt |= (uint32_t)(x < sure && x >= edge) << i;
+    }
+    uint32_t there = count < PIECE ? (1u << max(count, 0)) - 1 : 0xff;
+    kept &= there;
+    ((uint8_t *)(marks.doubt + (int64_t)flat * marks.words))[unit] = (uint8_t)(doubt & there);
+  });
+  ((uint8_t *)(marks.kept + (int64_t)blockIdx.y * marks.words))[unit] = (uint8_t)kept;
+}
+
+// Scores and columns in doubt of one row; in shared memory if they are few.
+struct Doubts {
+  const uint32_t *words;
+  int num_words, count;
+  const float *listed_scores;
+  const int *listed_columns;
+
+  template <class Use>
+  __device__ __forceinline__ void each(const ScoreRow &scores, Use use) const {
+    if (count <= MAX_LISTED) {
+      for (int i = threadIdx.x; i < count; i += RESOLVE_THREADS) use(listed_columns[i], listed_scores[i]);
+      return;
+    }
+    for (int w = threadIdx.x; w < num_words; w += RESOLVE_THREADS)
+      for (uint32_t word = words[w]; word; word &= word - 1) {
+        int column = w * 32 + __ffs(word) - 1;
+        use(column, scores[column]);
+      }
+  }
+};
+
+// Exactly the scores of the bin of the cut that are needed, found digit by digit of their ordered bits from the top.
+__global__ void __launch_bounds__(RESOLVE_THREADS, 1) resolve(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+  constexpr int DIGIT = 10, CELLS = 1 << DIGIT;
+  static_assert(CELLS == RESOLVE_THREADS, "a thread has one cell");
+  __shared__ float listed_scores[MAX_LISTED], sums[CELLS], shared[CELLS / WARP];
+  __shared__ int listed_columns[MAX_LISTED], count, first;
+  __shared__ unsigned long long cells[CELLS];
+  wait_for_kernels_ahead();
+  int t = threadIdx.x;
+  int64_t row = blockIdx.x;
+  RowCut cut = cuts[row];
+  if (!(cut.edge < cut.sure)) return;  // no bin is cut
+  ScoreRow scores(p, RowPlace(p, (int)row));
+  Doubts doubts = {marks.doubt + row * marks.words, marks.words, 0, listed_scores, listed_columns};
+  if (t == 0) count = 0;
+  __syncthreads();
+  for (int w = t; w < marks.words; w += RESOLVE_THREADS)
+    for (uint32_t word = doubts.words[w]; word; word &= word - 1) {
+      int column = w * 32 + __ffs(word) - 1, at = atomicAdd(&count, 1);
+      if (at < MAX_LISTED) listed_columns[at] = column, listed_scores[at] = scores[column];
+    }
+  __syncthreads();
+  doubts.count = count;
+  uint32_t low = ordered_bits(cut.edge), span = ordered_bits(cut.sure) - low;  // places in the bin are below span
+  uint32_t from = 0;                                                           // and the cut is at one from here on
+  int digits = (int)ceil_div(32 - __clz((int)(span - 1)), DIGIT);
+  const float unit = (float)(1ull << 36);  // 2^27 scores of a narrow bin fit
+  float need = cut.need, most = cut.base >= cut.edge ? fminf(cut.sure, cut.base) : cut.sure;
+  for (int shift = (digits - 1) * DIGIT; shift >= 0; shift -= DIGIT) {
+    cells[t] = 0;
+    if (t == 0) first = CELLS - 1;
+    __syncthreads();
+    doubts.each(scores, [&](int, float x) {
+      uint32_t place = ordered_bits(x) - low - from;
+      if (ordered_bits(x) - low >= from && place >> shift < CELLS)
+        atomicAdd(&cells[place >> shift], (unsigned long long)(fast_exp2((x - most) * LOG2_E) * unit));
+    });
+    __syncthreads();
+    float by = expf(most - cut.base) / unit;
+    sums[t] = running_sum<CELLS>((float)cells[CELLS - 1 - t] * by, shared);
+    __syncthreads();
+    if (sums[t] >= need) atomicMin(&first, t);
+    __syncthreads();
+    need -= first ? sums[first - 1] : 0;
+    from += (uint32_t)(CELLS - 1 - first) << shift;
+    __syncthreads();
+  }
+  uint32_t *kept = marks.kept + (row / p.queries / (p.query_heads / p.selection.selections)) * marks.words;
+  doubts.each(scores, [&](int column, float x) {
+    if (ordered_bits(x) - low >= from) atomicOr(&kept[column / 32], 1u << (column % 32));
+  });
+}
+
+}  // namespace cuda
+}  // namespace kvq

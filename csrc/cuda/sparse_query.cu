@@ -1,0 +1,117 @@
+// quantise_query and index_keys: a warp a vector, element 32 w + lane of it in lane `lane`, so that a ballot is a word.
+#include "rotation.cuh"
+#include "sparse.h"
+
+namespace kvq {
+namespace cuda {
+
+namespace {
+
+constexpr int WARPS = 4, TOP_CODE = (1 << QUERY_BITS) - 1;
+constexpr float HALF_MAX = 65504;
+
+__device__ const float *vector_at(const HeadVectors &v, int64_t batch, int64_t head) {
+  return v.data ? v.data + batch * v.stride[0] + head * v.stride[1] : nullptr;
+}
+
+__device__ float warp_min(float x) { return -warp_max(-x); }
+
+__global__ void __launch_bounds__(WARPS *WARP) quantise_query(const __grid_constant__ QueryCoding c, uint32_t count) {
+  extern __shared__ float4 memory[];
+  int lane = lane_id(), dim = c.dim;
+  uint32_t row = blockIdx.x * WARPS + warp_id();
+  if (row >= count) return;
+  float *y = (float *)memory + warp_id() * 2 * dim;
+  int64_t m = row % (uint32_t)c.queries, flat = row / (uint32_t)c.queries, query_heads = c.heads * c.group;
+  int64_t b = flat / query_heads, hq = flat % query_heads, h = hq / c.group;
+  const char *q = row_at(c.q, b, hq, m);
+  const float *query_centre = vector_at(c.query_centre, b, h), *centre = vector_at(c.centre, b, h);
+  const float *balance = vector_at(c.balance, b, h);
+  float base = 0;
+  for (int d = lane; d < dim; d += WARP) {
+    float x = load_element(q, c.q.dtype, d);
+    if (centre) base = fmaf(x, centre[d], base);
+    if (query_centre) x -= query_centre[d];
+    y[d] = balance ? x * balance[d] : x;
+  }
+  base = warp_sum(base);
+  rotate_row<false>(c.rotation, y, y + dim, lane);
+  float low = INFINITY, high = -INFINITY;
+  bool finite = isfinite(base);
+  for (int d = lane; d < dim; d += WARP) low = fminf(low, y[d]), high = fmaxf(high, y[d]), finite = finite && isfinite(y[d]);
+  low = warp_min(low), high = warp_max(high), finite = __all_sync(ALL_LANES, finite);
+  float delta = (high - low) / TOP_CODE;
+  uint32_t *planes = c.code.planes + b * c.code.plane_stride[0] + hq * c.code.plane_stride[1] + m * c.code.plane_stride[2];
+  int sum = 0;
+  for (int word = 0; word * WORD_BITS < dim; word++) {
+    int d = word * WORD_BITS + lane, code = 0;
+    if (d < dim && finite && delta > 0) code = min(max((int)rintf((y[d] - low) / delta), 0), TOP_CODE);
+    sum += code;
+    for (int j = 0; j < QUERY_BITS; j++) {
+      uint32_t bits = __ballot_sync(ALL_LANES, code >> j & 1);
+      if (lane == j) planes[j * c.code.plane_stride[3] + word] = bits;
+    }
+  }
+  float total = warp_sum((float)sum), values[4] = {c.scale * delta, c.scale * low, total, c.scale * base};
+  float *terms = c.code.terms + b * c.code.term_stride[0] + hq * c.code.term_stride[1] + m * c.code.term_stride[2];
+  float mine = lane == 0 ? values[0] : lane == 1 ? values[1] : lane == 2 ? values[2] : values[3];
+  if (lane < 4) terms[lane] = finite ? mine : NAN;
+}
+
+__device__ float within_half(float x) { return x > HALF_MAX ? HALF_MAX : x < -HALF_MAX ? -HALF_MAX : x; }
+
+__global__ void __launch_bounds__(WARPS *WARP) index_keys(const __grid_constant__ Indexing n, uint32_t count) {
+  extern __shared__ float4 memory[];
+  int lane = lane_id(), dim = n.dim;
+  uint32_t row = blockIdx.x * WARPS + warp_id();
+  if (row >= count) return;
+  float *y = (float *)memory + warp_id() * 2 * dim;
+  uint32_t flat = row / (uint32_t)n.tokens;
+  int64_t t = row % (uint32_t)n.tokens, b = flat / (uint32_t)n.heads, h = flat % (uint32_t)n.heads;
+  const char *x = row_at(n.x, b, h, t);
+  const float *query_centre = vector_at(n.query_centre, b, h), *centre = vector_at(n.centre, b, h);
+  const float *balance = vector_at(n.balance, b, h);
+  float bias = 0;
+  for (int d = lane; d < dim; d += WARP) {
+    float value = load_element(x, n.x.dtype, d);
+    if (centre) value -= centre[d];
+    if (query_centre) bias = fmaf(value, query_centre[d], bias);
+    y[d] = balance ? value / balance[d] : value;
+  }
+  bias = warp_sum(bias);
+  rotate_row<false>(n.rotation, y, y + dim, lane);
+  const SignIndex &index = n.index;
+  int64_t at = n.start + t;
+  float total = 0, square = 0;
+  for (int word = 0; word * WORD_BITS < dim; word++) {
+    int d = word * WORD_BITS + lane;
+    float value = d < dim ? y[d] : 0;
+    total += fabsf(value), square = fmaf(value, value, square);
+    uint32_t bits = __ballot_sync(ALL_LANES, value < 0);
+    if (index.sign && lane == 0)
+      index.sign[b * index.sign_stride[0] + h * index.sign_stride[1] + at * index.sign_stride[2] + word] = bits;
+  }
+  total = warp_sum(total), square = warp_sum(square);
+  if (lane) return;
+  float factor = total > 0 ? square / total : 0;
+  ((__half *)index.factor)[b * index.factor_stride[0] + h * index.factor_stride[1] + at] = __float2half_rn(factor > HALF_MAX ? HALF_MAX : factor);
+  if (query_centre)
+    ((__half *)index.bias)[b * index.bias_stride[0] + h * index.bias_stride[1] + at] = __float2half_rn(within_half(bias));
+}
+
+}  // namespace
+
+void launch_quantise_query(const QueryCoding &c, cudaStream_t stream) {
+  int64_t count = c.batch * c.heads * c.group * c.queries;
+  int bytes = WARPS * 2 * c.dim * (int)sizeof(float);
+  if (count) quantise_query<<<(unsigned)ceil_div(count, WARPS), WARPS * WARP, bytes, stream>>>(c, (uint32_t)count);
+}
+
+void launch_index_keys(const Indexing &n, cudaStream_t stream) {
+  int64_t count = n.batch * n.heads * n.tokens;
+  int bytes = WARPS * 2 * n.dim * (int)sizeof(float);
+  if (count) index_keys<<<(unsigned)ceil_div(count, WARPS), WARPS * WARP, bytes, stream>>>(n, (uint32_t)count);
+}
+
+}  // namespace cuda
+}  // namespace kvq
