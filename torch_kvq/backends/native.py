@@ -18,7 +18,7 @@ VARIABLE = "KVQ_CPU_ISA"
 REFERENCE = "reference"
 AUTO = "auto"  # precision follows the dtype of the query
 INTEGER = "avx512vnni"
-ISAS = (INTEGER, "avx512", "avx2", "neon", "scalar")  # fastest first
+ISAS = (INTEGER, "avx512vpopcnt", "avx512", "avx2", "neon", "scalar")  # fastest first
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of queries
 
 
