@@ -111,7 +111,7 @@ class Step:
 
 def steps_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bits: int, share: float) -> dict[str, Step]:
     """A step a side over ``k``, ``v`` ``[B, H, T, D]``, of which the first ``EXACT`` tokens are exact."""
-    (batch, heads, tokens, dim), length = k.shape, k.shape[2] - EXACT
+    batch, heads, length, dim = *k.shape[:2], k.shape[2] - EXACT, k.shape[3]
     exact, far = ([x[:, :, part].to(q.dtype).contiguous() for x in (k, v)] for part in (slice(EXACT), slice(EXACT, None)))
     moments = [0.1 * torch.randn(batch, heads, dim, device=q.device) for _ in range(2)]
     balance = 0.5 + torch.rand(batch, heads, dim, device=q.device)
