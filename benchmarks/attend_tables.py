@@ -26,7 +26,7 @@ GPU_BARS = {
 }
 LONGEST, FP8_SHAPE = (8, 32, 8, 128, 131072), (8, 32, 8, 128, 32768)
 ENCODE_LEN, ENCODE_SHARE = 4096, 0.15
-# Of attend_sparse.py at SPARSE_SHARE: least speed-up by device and (B, Hq, Hk, d, T). SCAN_SHARE: scan and selection over dense.
+# Of attend_sparse.py at SPARSE_SHARE: least speed-up by device and (B, Hq, Hk, d, T). SCAN_SHARE: scan, selection over dense.
 SPARSE_BARS = {
     ("cpu", 1, 32, 8, 128, 32768): 4.0,
     ("cuda", 8, 32, 8, 128, 32768): 4.0,
