@@ -88,17 +88,22 @@ INLINE ExactTile load_exact(const Dense &x, int64_t b, int64_t h, int64_t at, in
   return copy_exact(x, b, h, count, dim, pad, copy, [&](int i) { return at + i; });
 }
 
-// weights [rows, 32] = by * q . k for a tile of exact keys.
-INLINE void exact_products(const Task &t, const ExactTile &keys, float by, const Scratch &w) {
+// weights [rows, 32] = by * q . k for a tile of exact keys; calls between() once in 32 dims.
+template <class Between>
+INLINE void exact_products(const Task &t, const ExactTile &keys, float by, const Scratch &w, Between between) {
   const Attention &a = t.a;
-  transpose(keys.rows, keys.ld, TILE, a.dim_pad, w.b, TILE);
   fill(w.weights, t.rows * TILE, 0);
-  dense_product(t.rows, w.b, TILE, a.dim, TILE, a.query + t.flat * a.dim_pad, a.dim_pad, 1, w.weights, TILE);
+  for (int d = 0; d < a.dim; d += TILE) {
+    transpose(keys.rows + d, keys.ld, TILE, TILE, w.b, TILE);
+    dense_product(t.rows, w.b, TILE, a.dim - d < TILE ? a.dim - d : TILE, TILE, a.query + t.flat * a.dim_pad + d,
+                  a.dim_pad, 1, w.weights, TILE);
+    between();
+  }
   scale_row(w.weights, t.rows * TILE, by);
 }
 INLINE ExactTile exact_scores(const Task &t, int64_t at, int count, float by, const Scratch &w) {
   ExactTile keys = load_exact(t.a.exact_keys, t.b, t.h, at, count, t.a.dim, t.a.dim_pad, w.a);
-  exact_products(t, keys, by, w);
+  exact_products(t, keys, by, w, [] {});
   return keys;
 }
 

@@ -16,22 +16,55 @@ INLINE int64_t count_of(const Selection &s, const Task &t) {
   return s.count[t.b * s.count_stride + selection_of(t)];
 }
 
-// Asks for the rows of tokens that will be read soon: hardware cannot foresee which.
-INLINE void prefetch_bytes(const void *from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i);
-}
-INLINE void prefetch_picked(bool packed, const Dense &dense, const Store &s, int dim, const Task &t,
-                            const Picked &picked) {
-  int64_t words = ceil_div(dim, WORD_BITS);
-  for (int i = 0; i < picked.count; i++) {
-    if (!packed) {
-      prefetch_bytes(row_at(dense, t.b, t.h, picked(i)), (int64_t)element_size(dense.dtype) * dim);
-    } else {
-      for (int plane = 0; plane < s.bits; plane++)
-        prefetch_bytes(plane_at(s, t.b, t.h, picked(i), plane), 4 * words);
+// Asks for what the next tile reads, a few cache lines at a time between the steps of this one: hardware cannot foresee
+// which rows those are, and waits for no more than some twenty lines at once.
+struct Ahead {
+  struct Stream {  // rows of `bytes`, `stride` bytes from one token to the next
+    const char *base;
+    int64_t stride, bytes;
+  };
+  Stream streams[2 * MAX_BITS];
+  int num_streams = 0, stream = 0, i = 0, share = 0;
+  int64_t offset = 0, num_lines = 0;
+  Picked next{};
+
+  INLINE_MEMBER void add(const char *base, int64_t stride, int64_t bytes) {
+    streams[num_streams++] = {base, stride, bytes};
+    num_lines += ceil_div(bytes, 64);
+  }
+  INLINE_MEMBER void add(bool packed, const Dense &x, const Store &s, int dim, int64_t b, int64_t h) {
+    int words = (int)ceil_div(dim, WORD_BITS);
+    int size = element_size(x.dtype);
+    if (!packed) return add(row_at(x, b, h, 0), size * x.stride[2], (int64_t)size * dim);
+    for (int plane = 0; plane < s.bits; plane++)
+      add((const char *)plane_at(s, b, h, 0, plane), 4 * plane_stride(s, plane), 4 * words);
+  }
+  // Starts with the next tile, which is asked for in `steps` steps.
+  INLINE_MEMBER void begin(const Picked &tokens, int steps) {
+    next = tokens, stream = i = 0, offset = 0;
+    share = (int)ceil_div(num_lines * next.count, steps);
+  }
+  INLINE_MEMBER void operator()() {
+    for (int n = 0; n < share && next.count && stream < num_streams; n++) {
+      const Stream &s = streams[stream];
+      __builtin_prefetch(s.base + next.token[i] * s.stride + offset);
+      offset += 64;
+      if (offset >= s.bytes) offset = 0, i++;
+      if (i == next.count) i = 0, stream++;
     }
   }
-}
+};
+
+// The tokens of a tile, with a step before each.
+template <class Step>
+struct Stepping {
+  const Picked &picked;
+  Step &step;
+  INLINE_MEMBER int64_t operator()(int i) const {
+    step();
+    return picked(i);
+  }
+};
 
 INLINE void load_picked_scales(const Store &s, const Task &t, const Picked &picked, float *to) {
   const uint16_t *from = s.scale + t.b * s.scale_stride[0] + t.h * s.scale_stride[1];
@@ -41,14 +74,14 @@ INLINE void load_picked_scales(const Store &s, const Task &t, const Picked &pick
 }
 
 // Words in key order: the rows side by side in `columns`, then as load_key_words.
-NOINLINE Planes load_picked_words(const Store &s, const Task &t, const Picked &picked, uint32_t *words,
-                                  uint32_t *columns) {
+template <class Token>
+INLINE Planes load_picked_words(const Store &s, const Task &t, uint32_t *words, uint32_t *columns, Token token) {
   int num_words = (int)ceil_div(s.dim, WORD_BITS);
   Planes planes;
   for (int p = 0; p < s.bits; p++) {
     const uint32_t *from = plane_at(s, t.b, t.h, 0, p);
     for (int i = 0; i < TILE; i++) {
-      const uint32_t *row = from + picked(i) * plane_stride(s, p);
+      const uint32_t *row = from + token(i) * plane_stride(s, p);
       for (int w = 0; w < num_words; w++) columns[i * num_words + w] = row[w];
     }
     planes.at[p] = words + p * num_words * TILE;
@@ -58,25 +91,35 @@ NOINLINE Planes load_picked_words(const Store &s, const Task &t, const Picked &p
 }
 
 // weights [rows, 32] = scale * q . k.
-INLINE void picked_scores(const Selected &s, const Task &t, const Picked &picked, const Book &book, const Scratch &w) {
+template <class Between>
+INLINE void picked_scores(const Selected &s, const Task &t, const Picked &picked, const Book &book, const Scratch &w,
+                          Between &between) {
   const Attention &a = t.a;
   if (s.packed_keys) {
     load_picked_scales(a.keys, t, picked, w.vector);
-    packed_scores(t, load_picked_words(a.keys, t, picked, w.words, w.columns), book, w.vector, a.scale, w);
+    Planes planes = load_picked_words(a.keys, t, w.words, w.columns, Stepping<Between>{picked, between});
+    packed_scores(t, planes, book, w.vector, a.scale, w);
   } else {
-    exact_products(t, copy_exact(a.exact_keys, t.b, t.h, picked.count, a.dim, a.dim_pad, w.a, picked), a.scale, w);
+    ExactTile keys = copy_exact(a.exact_keys, t.b, t.h, picked.count, a.dim, a.dim_pad, w.a,
+                                Stepping<Between>{picked, between});
+    exact_products(t, keys, a.scale, w, between);
   }
 }
 
 // acc [rows, value_pad] += weights [rows, 32] times the values.
-INLINE void picked_sums(const Selected &s, const Task &t, const Picked &picked, const Book &book, const Scratch &w) {
+template <class Between>
+INLINE void picked_sums(const Selected &s, const Task &t, const Picked &picked, const Book &book, const Scratch &w,
+                        Between &between) {
   const Attention &a = t.a;
   if (s.packed_values) {
     load_picked_scales(a.values, t, picked, w.vector);
-    packed_sums(t, a.values, load_turned_words(a.values, t.b, t.h, w.words, w.columns, picked), book, w.vector, w);
+    Planes planes =
+        load_turned_words(a.values, t.b, t.h, w.words, w.columns, Stepping<Between>{picked, between});
+    packed_sums(t, a.values, planes, book, w.vector, w);
   } else {
-    exact_sums(t, copy_exact(a.exact_values, t.b, t.h, picked.count, a.value_dim, a.value_pad, w.c, picked),
-               picked.count, w);
+    ExactTile values = copy_exact(a.exact_values, t.b, t.h, picked.count, a.value_dim, a.value_pad, w.c,
+                                  Stepping<Between>{picked, between});
+    exact_sums(t, values, picked.count, w);
   }
 }
 
@@ -89,20 +132,18 @@ static void attend_selected(const Selected &s, const Attention &a, int64_t index
   Book key_book{}, value_book{};
   if (s.packed_keys) key_book = book_of(a.keys);
   if (s.packed_values) value_book = book_of(a.values);
-  auto prefetch = [&](int64_t at) {
-    if (at >= stop) return;
-    Picked next = {indices + at, tile_count(at, stop)};
-    prefetch_picked(s.packed_keys, a.exact_keys, a.keys, a.dim, t, next);
-    prefetch_picked(s.packed_values, a.exact_values, a.values, a.value_dim, t, next);
-  };
+  Ahead ahead;
+  int steps = (s.packed_keys ? a.keys.bits * TILE : TILE + a.dim / TILE) + (s.packed_values ? a.values.bits : 1) * TILE;
+  ahead.add(s.packed_keys, a.exact_keys, a.keys, a.dim, t.b, t.h);
+  ahead.add(s.packed_values, a.exact_values, a.values, a.value_dim, t.b, t.h);
   begin(t, w, -__builtin_inff());
-  prefetch(range.from);
   for (int64_t at = range.from; at < stop; at += TILE) {
     Picked picked = {indices + at, tile_count(at, stop)};
-    prefetch(at + TILE);
-    picked_scores(s, t, picked, key_book, w);
+    ahead.begin({indices + at + TILE, at + TILE < stop ? tile_count(at + TILE, stop) : 0}, steps);
+    picked_scores(s, t, picked, key_book, w, ahead);
     uint32_t valid = picked.count == TILE ? ~0u : (1u << picked.count) - 1;
-    if (weigh(t, {0, 0, TILE, picked.count, valid, picked.token}, w)) picked_sums(s, t, picked, value_book, w);
+    if (weigh(t, {0, 0, TILE, picked.count, valid, picked.token}, w))
+      picked_sums(s, t, picked, value_book, w, ahead);
   }
   end(t, w);
 }
@@ -115,9 +156,10 @@ static void qk_selected(const Selected &s, const Attention &a, int64_t index, ch
   int64_t count = count_of(s.selection, t);
   Book book{};
   if (s.packed_keys) book = book_of(a.keys);
+  auto none = [] {};
   for (int64_t at = range.from; at < range.to; at += TILE) {
     int valid = at < count ? tile_count(at, count) : 0, width = tile_count(at, range.to);
-    if (valid) picked_scores(s, t, {indices + at, valid}, book, w);
+    if (valid) picked_scores(s, t, {indices + at, valid}, book, w, none);
     for (int r = 0; r < t.rows; r++) {
       float *x = w.weights + r * TILE;
       fill(x + valid, TILE - valid, -__builtin_inff());
