@@ -1,4 +1,4 @@
-"""Tables of ``attend.py``'s numbers, by the name under which documents hold them."""
+"""Tables of the numbers of ``attend.py`` and ``attend_sparse.py``, by the name under which documents hold them."""
 
 from dense import FEWER_BITS
 from render import Bar, bars, conditions, table, three_digits
