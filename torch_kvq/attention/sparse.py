@@ -227,8 +227,10 @@ def refined_shares(top_p: float) -> tuple[float, float]:
 
 
 def eager_call(query: torch.Tensor) -> tuple[float, torch.Tensor | None] | None:
-    """Scale and mask of the eager attention function that multiplies ``query`` by keys now, or ``None`` if it is not to be seen,
-    or caps its logits: what is not selected would get a weight."""
+    """Scale and mask of the eager attention function that multiplies ``query`` by keys now.
+
+    ``None`` if it is not to be seen, or caps its logits: then what is not selected would get a weight.
+    """
     if torch.compiler.is_compiling():
         return None
     frame = sys._getframe(2)
