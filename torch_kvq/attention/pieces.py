@@ -12,6 +12,8 @@ import torch
 from .. import ops
 from .order import TokenOrder
 
+HIDDEN = -1e8  # an additive mask from here down hides a token; position biases stay far above
+
 
 @dataclasses.dataclass(slots=True)
 class Pieces:

@@ -1,7 +1,7 @@
 """Sparse attention step by step: select tokens by their estimated share of attention, score them, attend to them.
 
-The estimates come from ``codecs/rabitq.py``. ``keys`` and ``values`` that are selected from are one tensor ``[B, H, C, D]`` in a
-list, or the nine tensors of a packed store, both packed along ``D``.
+The estimates come from ``codecs/rabitq.py``. ``keys`` and ``values`` that are selected from are one tensor ``[B, H, C, D]`` in
+a list, or the nine tensors of a packed store, both packed along ``D``.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def attend_selected(
 
 
 def in_staging(rows: torch.Tensor, selection: Selection, device: torch.device) -> tuple[list[torch.Tensor], Selection]:
-    """Brings selected ``rows [B, H, C, D]``, which may be in host memory, to ``device``: ``[B, K, S, D]``, and their selection."""
+    """Brings selected ``rows [B, H, C, D]``, perhaps of host memory, to ``device``: ``[B, K, S, D]``, and their selection."""
     indices = selection.indices
     out = torch.empty((*indices.shape, rows.shape[-1]), dtype=rows.dtype, device=device)
     ops.gather_selected(rows, indices, selection.count, out)

@@ -10,7 +10,7 @@ from .. import ops
 from ..codecs.rabitq import RaBitQIndex, posterior_scores
 from ..store import no_tokens
 from .compose import Answer
-from .pieces import Pieces, operand
+from .pieces import HIDDEN, Pieces, operand
 from .select import Selection, attend_selected, in_staging, score_selected, select_tokens
 
 MAX_SELECTING_LEN = 16
@@ -103,7 +103,10 @@ class SparsePieces(Pieces):
         """Masks of the exact tokens and of the body, ``[B, Hq, M, E]`` and ``[B, Hq, M, length]``."""
         if mask is None:
             return None, None
-        return self._split_stored(self.stored_mask(mask, (*query.shape[:3], self.num_tokens)))
+        near, far = self._split_stored(self.stored_mask(mask, (*query.shape[:3], self.num_tokens)))
+        if far.dtype != torch.bool:  # the low numbers that stand for hidden tokens must not be selected by p = 1
+            far = far.masked_fill(far <= HIDDEN, -torch.inf)
+        return near, far
 
     def _split_stored(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [..., T]`` in stored order, of the exact tokens and of the body."""
@@ -224,8 +227,10 @@ def refined_shares(top_p: float) -> tuple[float, float]:
 
 
 def eager_call(query: torch.Tensor) -> tuple[float, torch.Tensor | None] | None:
-    """Scale and mask of the eager attention function that multiplies ``query`` by keys now, or ``None`` if it is not to be seen,
-    or caps its logits: what is not selected would get a weight."""
+    """Scale and mask of the eager attention function that multiplies ``query`` by keys now.
+
+    ``None`` if it is not to be seen, or caps its logits: then what is not selected would get a weight.
+    """
     if torch.compiler.is_compiling():
         return None
     frame = sys._getframe(2)

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..attention.handle import KVHandle
 from ..attention.order import TokenOrder, leading_padding, sinks_first
-from ..attention.pieces import Pieces
+from ..attention.pieces import HIDDEN, Pieces
 from ..codecs.statistics import QueryMoments
 from ..store import ExactStore, TokenBuffers, empty
 from .checks import check_states
@@ -20,7 +20,6 @@ from .settings import LayerSettings
 from .stats import CacheStats
 
 SHORT_QUERY_LEN = 32
-_HIDDEN = -1e8  # an additive mask from here down hides a token; position biases stay far above
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -179,7 +178,7 @@ class CompressedLayer(CacheLayerMixin):
         if mask is None or self.keys_store is not None or not (mask.dtype == torch.bool or mask.is_floating_point()):
             return
         row = mask[(None,) * (4 - mask.dim())][:, :, -1]
-        row = row if row.dtype == torch.bool else row > max(torch.finfo(row.dtype).min / 2, _HIDDEN)
+        row = row if row.dtype == torch.bool else row > max(torch.finfo(row.dtype).min / 2, HIDDEN)
         self._visible = row.any(1).expand(self.exact.keys.shape[0], -1)
 
     def saw_weights(self, weights: torch.Tensor) -> None:

@@ -26,8 +26,9 @@ class RaBitQSparseCache(CompressedCache):
         window_len: last tokens that are always attended, default 128; at least ``flush_len``.
         flush_len: tokens indexed at a time, default 16.
         min_dense_len: a context shorter than this is not indexed, and attended as it is; default 1,024.
-        store: where older keys and values are. exact (default): as they came, on the device. isoquant: packed, with the signs of the
-            packed keys as the index. host: as they came in host memory, page-locked for a GPU, from where selected ones are fetched.
+        store: where older keys and values are. exact (default): as they came, on the device. isoquant: packed, with the signs
+            of the packed keys as the index. host: as they came, in host memory (page-locked for a GPU), from where selected
+            ones are fetched.
         selection: group (default), the query heads of a kv head share the union of what they select, or head, each its own.
         max_selected: tokens selected at most, none by default; those with the largest shares stay.
         refine: select from the signs with a margin, then cut by the scores of the keys themselves. Default: for packed keys.

@@ -46,7 +46,7 @@ def _storages(*roots) -> dict[tuple[torch.device, int], int]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow:
-    """One layer: class name, what it does, tokens in all, those packed or indexed, exact ones, bytes that no other layer uses."""
+    """One layer: class name, what it does, tokens in all, packed or indexed, exact, and bytes that no other layer uses."""
 
     index: int
     kind: str

@@ -126,6 +126,8 @@ class RaBitQSettings(LayerSettings):
             check_count("max_selected", self.max_selected, 1)
         for name in ("refine", "widening", "audit"):
             check_flag(name, getattr(self, name))
+        if self.refine and self.store == "host":
+            raise ValueError("refine must be False with store='host', whose keys are fetched once they are selected, got True")
 
     @property
     def least_len(self) -> int:

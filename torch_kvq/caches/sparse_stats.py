@@ -14,8 +14,8 @@ class SparseStats(CacheStats):
 
     Attributes:
         select_calls: attention calls that selected tokens; the others among ``attend_calls`` read all.
-        scanned_tokens: tokens whose signs were read, summed over calls, sequences and selections (kv heads, or query heads where
-            each selects for itself).
+        scanned_tokens: tokens whose signs were read, summed over calls, sequences and selections (kv heads, or query heads
+            where each selects for itself).
         index_bytes_read: bytes of the index read for them, and of packed keys by a refined cut.
         kept_mass: with ``audit``, mean true share of attention that sinks, window and selected tokens held; else ``None``.
     """
@@ -28,7 +28,7 @@ class SparseStats(CacheStats):
     _said_everything: bool = dataclasses.field(default=False, repr=False)
 
     def count_selection(self, pieces, selection, candidates) -> None:
-        """A call that selected ``selection`` from the body of ``pieces``, by way of ``candidates`` where the cut was refined."""
+        """A call that selected ``selection`` from the body of ``pieces``, from ``candidates`` where the cut was refined."""
         index, batches = pieces.index, selection.count.numel()
         scanned = batches * pieces.length
         token = (
@@ -83,7 +83,7 @@ class SparseStats(CacheStats):
         if not self._said_everything and self.select_calls and self.selected_share > 0.9:
             self._said_everything = True
             warnings.warn(
-                f"{self.owner} selected {self.selected_share:.0%} of the tokens so far: it reads more than dense attention would. "
+                f"{self.owner} selected {self.selected_share:.0%} of the tokens so far: it reads more than dense attention. "
                 "Use a smaller top_p or max_selected, or a dense cache for this model.",
                 stacklevel=2,
             )

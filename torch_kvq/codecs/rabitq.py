@@ -1,4 +1,4 @@
-"""RaBitQ: one bit a dimension of rotated, centred keys, and unbiased estimates of logits from it (RaBitQCache, sections 3.1-3.3).
+"""RaBitQ: one bit a dimension of rotated, centred keys, and unbiased estimates of logits from it (RaBitQCache, algorithm 1).
 
 With the centred, balanced, rotated key ``y`` and query ``z``, ``q . k = z . y + query_centre . (k - centre) + q . centre``
 (equation 2), exactly and for any centres; only ``z . y`` is estimated, by ``z . sign(y) * |y|^2 / sum |y_i|`` (equation 4).
@@ -22,8 +22,8 @@ class RaBitQConfig:
     """How keys are indexed.
 
     Args:
-        rotation: a key of ``rotation.KINDS``; two signed rounds (hadamard2, default) behave like a Haar rotation on every kind of
-            key, one is biased on keys with outliers.
+        rotation: a key of ``rotation.KINDS``; two signed rounds (hadamard2, default) behave like a Haar rotation on every
+            kind of key, one is biased on keys with outliers.
         seed: of the rotation.
     """
 
