@@ -103,11 +103,11 @@ static void index_keys(const Indexing &n, int64_t b, int64_t h, int64_t block, c
   signs_of(tile, n.dim, w.pad, w.words, square, size);
   const SignIndex &index = n.index;
   uint16_t *factors = index.factor + b * index.factor_stride[0] + h * index.factor_stride[1] + block * TILE;
-  uint16_t *biases = index.bias + b * index.bias_stride[0] + h * index.bias_stride[1] + block * TILE;
+  int64_t bias_at = b * index.bias_stride[0] + h * index.bias_stride[1] + block * TILE;
   for (int t = 0; t < TILE; t++) {
     if (!(valid >> t & 1)) continue;
     factors[t] = to_float16(at_most(size[t] > 0 ? square[t] / size[t] : 0, MAX_FLOAT16));
-    if (query) biases[t] = to_float16(-at_most(-at_most(bias[t], MAX_FLOAT16), MAX_FLOAT16));
+    if (query) index.bias[bias_at + t] = to_float16(-at_most(-at_most(bias[t], MAX_FLOAT16), MAX_FLOAT16));
   }
   if (!index.sign) return;
   Store s{};  // a store of one plane
@@ -142,7 +142,8 @@ NOINLINE void load_signs(const SignScan &s, int64_t b, int64_t h, int64_t token,
   }
   tile.words = words, tile.num_words = num_words;
   load_halves(index.factor + b * index.factor_stride[0] + h * index.factor_stride[1] + token, count, tile.factor);
-  if (index.bias) load_halves(index.bias + b * index.bias_stride[0] + h * index.bias_stride[1] + token, count, tile.bias);
+  if (index.bias)
+    load_halves(index.bias + b * index.bias_stride[0] + h * index.bias_stride[1] + token, count, tile.bias);
   for (int i = 0; i < TILE; i += LANES) {
     U bits = splat_word(0);
     for (int w = 0; w < num_words; w++) bits = add_words(bits, counted(load_words(words + w * TILE + i)));

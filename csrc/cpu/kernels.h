@@ -5,7 +5,7 @@
 
 namespace kvq {
 
-// What top_p_select keeps of a row: scores from `threshold` on; `total` is the log-sum-exp of the row and its exact part.
+// What top_p_select keeps of a row: scores from `threshold` on; `total`: log-sum-exp of the row and its exact part.
 struct RowCut {
   float threshold, total;
 };

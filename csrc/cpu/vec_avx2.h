@@ -44,7 +44,8 @@ constexpr LaneOrders make_lane_orders() {
 }
 static constexpr LaneOrders LANE_ORDERS = make_lane_orders();
 INLINE void store_lanes(float *p, F x, uint32_t lanes) {  // these lanes side by side, then junk up to a whole vector
-  store(p, _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&LANE_ORDERS.order[lanes]))));
+  U order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&LANE_ORDERS.order[lanes]));
+  store(p, _mm256_permutevar8x32_ps(x, order));
 }
 INLINE float reduce_add(F x) {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -79,8 +79,9 @@ struct SparseSuite {
     Indexed my_index(p), index(p);
     for (int i = 0; i < 2; i++) {
       const Kernels &k = i ? scalar : ours;
-      QueryCoding coding = {q.dense, given[0], given[1], given[2], rotation.rotation, 0.125f, i ? theirs.code : mine.code,
-                            p.batch, p.heads,  p.group,  p.queries, p.dim};
+      const QueryCode &code = i ? theirs.code : mine.code;
+      QueryCoding coding = {q.dense, given[0], given[1], given[2], rotation.rotation, 0.125f,
+                            code,    p.batch,  p.heads,  p.group,  p.queries,         p.dim};
       for (int64_t tile = 0; tile < ceil_div(p.batch * heads * p.queries, TILE); tile++)
         k.quantise_query(coding, tile, Worker(round_up(p.dim, TILE)).scratch());
       int64_t first = p.tokens / 3;
@@ -210,13 +211,13 @@ struct SparseSuite {
       const Kernels &k = i ? scalar : ours;
       a.value_dim = 0, a.normalise = false, a.mask = Mask{}, a.softcap = 0;
       a.out = dense_of(scored[i], heads, p.queries, capacity);
-      run_attention(k, a, true, [&](const Attention &x, int64_t task, char *memory) { k.qk_selected(s, x, task, memory); },
-                    false);
+      auto score = [&](const Attention &x, int64_t task, char *memory) { k.qk_selected(s, x, task, memory); };
+      auto attend = [&](const Attention &x, int64_t task, char *memory) { k.attend_selected(s, x, task, memory); };
+      run_attention(k, a, true, score, false);
       a.value_dim = p.value_dim, a.normalise = true, a.mask = mask.mask, a.softcap = p.softcap;
       a.out = dense_of(out[i], heads, p.queries, p.value_dim), a.lse = lse[i].data();
       a.lse_stride[0] = heads * p.queries, a.lse_stride[1] = p.queries, a.lse_stride[2] = 1;
-      run_attention(k, a, true,
-                    [&](const Attention &x, int64_t task, char *memory) { k.attend_selected(s, x, task, memory); }, true);
+      run_attention(k, a, true, attend, true);
     }
     qks.add(difference(scored[0], scored[1], capacity), TOLERANCE, p.text());
     attends.add(difference(out[0], out[1], p.value_dim), TOLERANCE, p.text());
