@@ -30,6 +30,7 @@ BODY_FLAGS = {  # of the bodies of each architecture, beside the scalar one
     "x86_64": {
         "body_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
         "body_avx512.cpp": AVX512_FLAGS,
+        "body_avx512vpopcnt.cpp": [*AVX512_FLAGS, "-mavx512vpopcntdq"],
         "body_avx512vnni.cpp": [*AVX512_FLAGS, "-mavx512vnni"],
     },
     "aarch64": {"body_neon.cpp": []},

@@ -1,4 +1,4 @@
-"""Tables of ``attend.py``'s numbers, by the name under which documents hold them."""
+"""Tables of the numbers of ``attend.py`` and ``attend_sparse.py``, by the name under which documents hold them."""
 
 from dense import FEWER_BITS
 from render import Bar, bars, conditions, table, three_digits
@@ -26,6 +26,13 @@ GPU_BARS = {
 }
 LONGEST, FP8_SHAPE = (8, 32, 8, 128, 131072), (8, 32, 8, 128, 32768)
 ENCODE_LEN, ENCODE_SHARE = 4096, 0.15
+# Of attend_sparse.py at SPARSE_SHARE: least speed-up by device and (B, Hq, Hk, d, T). SCAN_SHARE: scan, selection over dense.
+SPARSE_BARS = {
+    ("cpu", 1, 32, 8, 128, 32768): 4.0,
+    ("cuda", 8, 32, 8, 128, 32768): 4.0,
+    ("cuda", 8, 32, 8, 128, 131072): 6.0,
+}
+SPARSE_SIDES, SPARSE_SHARE, SCAN_SHARE = ("sparse", "sparse packed", "packed"), 0.1, 0.1
 FAMILIES = ("avx512", "avx2")
 
 
@@ -124,3 +131,64 @@ def _conditions(result: dict) -> str:
     exact = f"{result['exact']} tokens exact" if result["exact"] else "every token packed"
     rate = f"{result['memory_rate'] / 1e9:,.1f} GB/s"
     return f"K{result['bits']} V{result['bits']}, {exact}; a {kind} ran at {rate}. {conditions(result)}."
+
+
+def sparse_views(result: dict) -> dict[str, str]:
+    """Of ``attend_sparse.py``, Markdown by name: speed, parts, all, bars, conditions."""
+    found = _sparse_bars(result) if result["share"] == SPARSE_SHARE else []
+    return dict(
+        speed=_sparse_speed(result),
+        parts=_sparse_parts(result),
+        all=_sparse_all(result),
+        bars=bars(found),
+        conditions=f"{result['share']:.0%} of the tokens selected, {result['exact']} exact, packed stores K{result['bits']} "
+        f"V{result['bits']}. {conditions(result)}.",
+    )
+
+
+def _sparse_speed(result: dict) -> str:
+    rows = []
+    for row in result["attend"]:
+        sides = row["results"]
+        cells = [f"{sides[name]['ratio']:.2f}x, {_ms(sides[name])}" for name in SPARSE_SIDES]
+        rows.append([_shape(row), f"{_ms(sides[row['best_dense']])} {row['best_dense']}", *cells])
+    return table(["Hq, Hk, d, tokens", "best dense", *SPARSE_SIDES], rows)
+
+
+def _parts_of(row: dict, side: str) -> dict[str, dict]:
+    return {name.split(": ")[1]: times for name, times in row["results"].items() if name.startswith(f"{side}: ")}
+
+
+def _sparse_parts(result: dict) -> str:
+    rows = []
+    for row in result["attend"]:
+        for side, selected in row["selected"].items():
+            cells = [_ms(times) for times in _parts_of(row, side).values()]
+            rows.append([_shape(row), side, f"{selected['share']:.1%}", *cells, _ms(row["results"][side])])
+    return table(["Hq, Hk, d, tokens", "side", "selected", *_parts_of(result["attend"][0], "sparse"), "whole step"], rows)
+
+
+def _sparse_all(result: dict) -> str:
+    rows = []
+    for row in result["attend"]:
+        for name, side in row["results"].items():
+            extremes = f"{three_digits(side['min_ms'])} - {three_digits(side['max_ms'])}"
+            ratios = [f"{side[kind]:.2f}x" if kind in side else "" for kind in ("ratio", "ratio_of_minima", "to_packed")]
+            rows.append([_shape(row), name, three_digits(side["median_ms"]), extremes, str(side["rounds"]), *ratios])
+    return table(
+        ["Hq, Hk, d, tokens", "side", "ms", "min - max", "rounds", "speed-up", "of minima", "against packed attention"], rows
+    )
+
+
+def _sparse_bars(result: dict) -> list[Bar]:
+    device, found = result["conditions"]["device"], []
+    for row in result["attend"]:
+        limit, parts = SPARSE_BARS.get((device, *row["shape"])), _parts_of(row, "sparse")
+        if limit is None:
+            continue
+        found.append(Bar(f"sparse {_shape(row)}", row["results"]["sparse"]["ratio"], limit))
+        if device == "cuda":
+            dense_ms = row["results"][row["best_dense"]]["median_ms"]
+            share = (parts["scan"]["median_ms"] + parts["select"]["median_ms"]) / dense_ms
+            found.append(Bar(f"scan and selection / dense {_shape(row)}", share, SCAN_SHARE, "%", at_most=True))
+    return found

@@ -20,7 +20,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VIEWS = {"attend": attend_tables.views, "generate": generate_tables.views}
+VIEWS = {"attend": attend_tables.views, "attend_sparse": attend_tables.sparse_views, "generate": generate_tables.views}
 BLOCK = re.compile(r"(<!-- (\w+) (\w+): begin -->\n).*?(<!-- \2 \3: end -->)", re.DOTALL)
 MISSING = "Not measured yet."
 COLOURS = {"dynamic": "#777777", "quanto": "#4a7ba6", "hqq": "#8a6bb0", "isoquant": "#c8442e"}

@@ -94,6 +94,20 @@ def test_attend_measures_both_sides(attended):
     assert attended["memory_rate"] > 0 and attended["encode"][0]["results"][isa]["share"] > 0
 
 
+def test_attend_sparse_measures_a_step_and_its_parts(tmp_path):
+    options = ["--shapes", "4,2,64,600", "--rounds", "2", "--share", "0.2"]
+    result = run("attend_sparse.py", *options, path=tmp_path / "attend_sparse_cpu.json")
+    (row,) = result["attend"]
+    for side in ("sparse", "sparse packed"):
+        assert 0.1 < row["selected"][side]["share"] < 0.4 and row["results"][side]["ratio"] > 0
+        parts = [name for name in row["results"] if name.startswith(f"{side}: ")]
+        assert len(parts) == 6
+    assert row["read_bytes"]["sparse packed"] < row["read_bytes"]["sparse"] < row["dense_bytes"]
+    views = chart.VIEWS[result["benchmark"]](result)
+    assert "No bar is set" in views["bars"] and "4, 2, 64, 600" in views["speed"]
+    assert all(text in result["printed"] for text in views.values())
+
+
 def test_charts_and_tables_come_from_the_files(generated, attended, tmp_path):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)

@@ -7,6 +7,7 @@ import sys
 import pytest
 import real_texts
 import repackaged
+import sparse_by_hand
 import torch
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
@@ -36,6 +37,15 @@ def test_repackaging_keeps_the_logits(smollm2, repack):
     with torch.inference_mode():
         expected, found = model(ids).logits, repack(model)(ids).logits
     torch.testing.assert_close(found, expected, atol=5e-4, rtol=0)
+
+
+def test_sparse_attention_by_hand(capsys):
+    sparse_by_hand.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    for signs, keys in zip(rows[::2], rows[1::2]):
+        assert (signs[1], keys[1]) == ("signs", "keys") and signs[0] == keys[0]
+        assert float(keys[3]) >= float(signs[0]) - 0.02 and float(keys[3]) > float(signs[3])
+        assert float(keys[2].rstrip("%")) < 60 and float(keys[4]) < float(signs[4])
 
 
 @pytest.mark.slow

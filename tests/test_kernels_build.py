@@ -58,7 +58,7 @@ def test_the_library_needs_only_stable_symbols():
     assert torch_names == [], "C++ symbols of torch bind the library to one version"
 
 
-X86 = {"avx2", "avx512", "avx512vnni", "scalar"}
+X86 = {"avx2", "avx512", "avx512vnni", "avx512vpopcnt", "scalar"}
 ARM = {"neon", "scalar"}
 
 

@@ -14,7 +14,10 @@ from torch_kvq.backends import native
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 DRIVER = "csrc/tests/compare_bodies.cpp"
-FUNCTIONS = ("convert", "rotate", "encode", "decode", "attend", "qk", "pv", "merge")
+FUNCTIONS = (
+    *("convert", "rotate", "encode", "decode", "attend", "qk", "pv", "merge"),
+    *("quantise_query", "index_keys", "sign_scores", "top_p_select", "qk_selected", "attend_selected"),
+)
 INCLUDE = ("-Icsrc/include", "-Icsrc/common", "-Icsrc/cpu")
 
 

@@ -15,7 +15,7 @@ from torch_kvq import backends, ops
 from torch_kvq.backends import native
 from torch_kvq.codecs.rotation import make_rotation
 from torch_kvq.ops import reference
-from torch_kvq.ops.schemas import NAMES, SCALE_RULES
+from torch_kvq.ops.schemas import DENSE_NAMES, NAMES, SCALE_RULES
 
 native.load()
 needs_kernels = pytest.mark.skipif(not native.loaded(), reason=f"no CPU kernels: {native._state.reason}")
@@ -275,7 +275,7 @@ def calls():
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DENSE_NAMES)
 def test_opcheck(name):
     for _, arguments in (call for call in calls() if call[0] == name):
         torch.library.opcheck(getattr(ops, name), arguments)

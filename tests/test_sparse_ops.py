@@ -9,10 +9,25 @@ from sparse_cases import SPARSE_CASES, SparseCase, coded, index_of, selected_pro
 
 from torch_kvq import ops
 from torch_kvq.attention.compose import attend_exact, merge
-from torch_kvq.ops import reference
+from torch_kvq.backends import native
+from torch_kvq.ops import reference, sparse_reference
 from torch_kvq.ops.schemas import SPARSE_NAMES
 
+native.load()
 cases = pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(params=(*native.available_isas(), native.REFERENCE), autouse=True)
+def isa(request, monkeypatch):
+    """Every test with every instruction set of the machine, and with the reference."""
+    if request.param == native.REFERENCE:
+        for name in SPARSE_NAMES:
+            monkeypatch.setattr(ops, name, getattr(sparse_reference, name))
+        yield request.param
+    else:
+        before = native.set_cpu_isa(request.param)
+        yield request.param
+        native.set_cpu_isa(before)
 
 
 def code_of(planes: torch.Tensor, dim: int) -> list[int]:
@@ -346,4 +361,4 @@ def calls():
 @pytest.mark.parametrize("name", SPARSE_NAMES)
 def test_opcheck(name):
     for _, arguments in (call for call in calls() if call[0] == name):
-        torch.library.opcheck(getattr(ops, name), arguments)
+        torch.library.opcheck(getattr(torch.ops.torch_kvq, name).default, arguments)

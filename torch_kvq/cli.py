@@ -12,7 +12,8 @@ import transformers
 from . import backends
 from .caches.isoquant import IsoQuantCache
 from .codecs.isoquant import IsoQuantConfig
-from .ops import reference
+from .layout import num_words
+from .ops import reference, sparse_reference
 from .store import PackedStore
 
 SELFTEST_TOLERANCE = 1e-2
@@ -33,12 +34,45 @@ def _codec_rows(stores: list[PackedStore], vectors: list[torch.Tensor]) -> Itera
 def _against_reference(name: str, arguments: tuple, *shapes: tuple[int, ...]) -> float:
     """Error of the first output of operator ``name``; its outputs have ``shapes``."""
     device = next(x for x in arguments if isinstance(x, torch.Tensor)).device
-    outs = []
-    for function in (getattr(torch.ops.torch_kvq, name), getattr(reference, name)):
-        out = [torch.full(shape, torch.nan, device=device) for shape in shapes]
-        function(*arguments, *out)
-        outs.append(out[0])
-    return _error(*outs)
+    return _errors(name, arguments, [torch.empty(shape, device=device) for shape in shapes])[0]
+
+
+def _errors(name: str, arguments: tuple, outs: list[torch.Tensor]) -> list[float]:
+    """Error of every output of operator ``name``; what the reference gives is left in ``outs``."""
+    module = reference if hasattr(reference, name) else sparse_reference
+    for out in outs:
+        out.fill_(torch.nan if out.is_floating_point() else -1)
+    ours = [out.clone() for out in outs]
+    getattr(torch.ops.torch_kvq, name)(*arguments, *ours)
+    getattr(module, name)(*arguments, *outs)
+    return [_error(*pair) for pair in zip(ours, outs)]
+
+
+def _sparse_rows(query: torch.Tensor, keys: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[tuple[str, float]]:
+    """Of the operators of sparse attention; ``tensors`` are those of a packed store of ``keys``."""
+    (batch, heads, tokens, dim), rows, scale = keys.shape, query.shape[:3], query.shape[-1] ** -0.5
+    transform = (keys[:, :, 0].contiguous(), *tensors[4:])
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=query.device)
+
+    def row(name: str, arguments: tuple, *outs: torch.Tensor) -> tuple[str, float]:
+        return name, max(_errors(name, arguments, list(outs)), key=lambda error: (error != error, error))
+
+    planes, terms = new(*rows, 4, num_words(dim), dtype=torch.int32), new(*rows, 4)
+    yield row("quantise_query", (query, *transform, scale), planes, terms)
+    index = [new(batch, heads, tokens, num_words(dim), dtype=torch.int32)]
+    index += [new(batch, heads, tokens, dtype=torch.float16) for _ in range(2)]
+    yield row("index_keys", (keys, *transform, 0), *index)
+    scores, lse = new(*rows, tokens), new(*rows)
+    yield row("sign_scores", (planes, terms, *index, dim, scale, 0), scores)
+    indices, count = new(batch, heads, tokens, dtype=torch.int32), new(batch, heads, dtype=torch.int32)
+    yield row("top_p_select", (scores, lse.fill_(1.0), None, None, 0.5), indices, count)
+    count.fill_(int(count.min()))
+    selected = indices[..., : int(count[0, 0])].contiguous(), count
+    yield row("qk_selected", (query, tensors, *selected, scale), new(*rows, selected[0].shape[-1]))
+    yield row("attend_selected", (query, [keys], tensors, *selected, None, scale, 0.0), new(*rows, dim), lse)
+    yield row("gather_selected", (keys, *selected), new(*selected[0].shape, dim))
 
 
 def selftest_rows(device: str) -> Iterator[tuple[str, float]]:
@@ -61,10 +95,14 @@ def selftest_rows(device: str) -> Iterator[tuple[str, float]]:
     yield "pv", _against_reference("pv", (scores, packed_values, exact, length, 4), query.shape)
     pieces = torch.stack([query, -query]), torch.stack([scores[..., 0], scores[..., 1]])
     yield "merge", _against_reference("merge", pieces, query.shape, lse)
+    yield from _sparse_rows(query, keys, packed_keys)
 
 
 def _error(ours: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((ours - wanted).norm() / wanted.norm()).item()
+    """Relative, or of integers the share that differs."""
+    if not wanted.is_floating_point():
+        return (ours != wanted).float().mean().item()
+    return ((ours.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
 def _run_selftest(device: str) -> int:

@@ -19,6 +19,7 @@ static inline std::vector<Body> bodies_here() {
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) bodies.push_back({&avx512vnni_kernels, true});
+  if (avx512 && __builtin_cpu_supports("avx512vpopcntdq")) bodies.push_back({&avx512vpopcnt_kernels, false});
   if (avx512) bodies.push_back({&avx512_kernels, false});
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     bodies.push_back({&avx2_kernels, false});

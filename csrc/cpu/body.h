@@ -35,6 +35,9 @@ struct Constant {
 #endif
 #include "body_attention.h"
 #include "body_finish.h"
+#include "body_signs.h"
+#include "body_top_p.h"
+#include "body_selected.h"
 
 }  // namespace
 }  // namespace KVQ_ISA
@@ -42,8 +45,11 @@ struct Constant {
 #define KVQ_TEXT_(x) #x
 #define KVQ_TEXT(x) KVQ_TEXT_(x)
 const Kernels KVQ_JOIN(KVQ_ISA, _kernels) = {
-    KVQ_TEXT(KVQ_ISA), KVQ_ISA::rotate, KVQ_ISA::encode, KVQ_ISA::decode, KVQ_ISA::prepare,
-    KVQ_ISA::attend,   KVQ_ISA::qk,     KVQ_ISA::pv,     KVQ_ISA::finish, KVQ_ISA::merge,
+    KVQ_TEXT(KVQ_ISA),     KVQ_ISA::rotate,       KVQ_ISA::encode,        KVQ_ISA::decode,
+    KVQ_ISA::prepare,      KVQ_ISA::attend,       KVQ_ISA::qk,            KVQ_ISA::pv,
+    KVQ_ISA::finish,       KVQ_ISA::merge,        KVQ_ISA::quantise_query, KVQ_ISA::index_keys,
+    KVQ_ISA::sign_scores,  KVQ_ISA::select_row,   KVQ_ISA::select_union,  KVQ_ISA::select_shares,
+    KVQ_ISA::qk_selected,  KVQ_ISA::attend_selected,
 };
 
 }  // namespace kvq

@@ -15,15 +15,8 @@ static void prepare(const Attention &a, int64_t tile, char *scratch) {
     float *query = a.query + flat * pad, *x = w.a + r * pad;
     load_padded(row_at(a.q, b, h * a.group + row / a.queries, row % a.queries), a.q.dtype, a.dim, query);
     __builtin_memcpy(x, query, sizeof(float) * pad);
-    a.bias[flat] = 0;
-    if (s.centre) {
-      const float *centre = s.centre + b * s.centre_stride[0] + h * s.centre_stride[1];
-      F sum = zero();
-      int i = 0;
-      for (; i + LANES <= a.dim; i += LANES) sum = fma(load(query + i), load(centre + i), sum);
-      a.bias[flat] = reduce_add(sum);
-      for (; i < a.dim; i++) a.bias[flat] += query[i] * centre[i];
-    }
+    a.bias[flat] =
+        s.centre ? dot_row(query, s.centre + b * s.centre_stride[0] + h * s.centre_stride[1], a.dim) : 0;
     if (s.balance) {
       const float *balance = s.balance + b * s.balance_stride[0] + h * s.balance_stride[1];
       for (int i = 0; i < a.dim; i++) x[i] *= balance[i];
@@ -82,22 +75,35 @@ struct ExactTile {
   const float *rows;
   int64_t ld;
 };
-INLINE ExactTile load_exact(const Dense &x, int64_t b, int64_t h, int64_t at, int count, int dim, int pad,
-                            float *copy) {
-  if (x.dtype == FLOAT32 && dim == pad && count == TILE) return {(const float *)row_at(x, b, h, at), x.stride[2]};
-  for (int i = 0; i < count; i++) load_padded(row_at(x, b, h, at + i), x.dtype, dim, copy + i * pad);
+template <class Token>
+INLINE ExactTile copy_exact(const Dense &x, int64_t b, int64_t h, int count, int dim, int pad, float *copy,
+                            Token token) {
+  for (int i = 0; i < count; i++) load_padded(row_at(x, b, h, token(i)), x.dtype, dim, copy + i * pad);
   fill(copy + count * pad, (int64_t)(TILE - count) * pad, 0);
   return {copy, pad};
 }
+INLINE ExactTile load_exact(const Dense &x, int64_t b, int64_t h, int64_t at, int count, int dim, int pad,
+                            float *copy) {
+  if (x.dtype == FLOAT32 && dim == pad && count == TILE) return {(const float *)row_at(x, b, h, at), x.stride[2]};
+  return copy_exact(x, b, h, count, dim, pad, copy, [&](int i) { return at + i; });
+}
 
-// weights [rows, 32] = by * q . k for a tile of exact keys, which is returned.
-INLINE ExactTile exact_scores(const Task &t, int64_t at, int count, float by, const Scratch &w) {
+// weights [rows, 32] = by * q . k for a tile of exact keys; calls between() once in 32 dims.
+template <class Between>
+INLINE void exact_products(const Task &t, const ExactTile &keys, float by, const Scratch &w, Between between) {
   const Attention &a = t.a;
-  ExactTile keys = load_exact(a.exact_keys, t.b, t.h, at, count, a.dim, a.dim_pad, w.a);
-  transpose(keys.rows, keys.ld, TILE, a.dim_pad, w.b, TILE);
   fill(w.weights, t.rows * TILE, 0);
-  dense_product(t.rows, w.b, TILE, a.dim, TILE, a.query + t.flat * a.dim_pad, a.dim_pad, 1, w.weights, TILE);
+  for (int d = 0; d < a.dim; d += TILE) {
+    transpose(keys.rows + d, keys.ld, TILE, TILE, w.b, TILE);
+    dense_product(t.rows, w.b, TILE, a.dim - d < TILE ? a.dim - d : TILE, TILE, a.query + t.flat * a.dim_pad + d,
+                  a.dim_pad, 1, w.weights, TILE);
+    between();
+  }
   scale_row(w.weights, t.rows * TILE, by);
+}
+INLINE ExactTile exact_scores(const Task &t, int64_t at, int count, float by, const Scratch &w) {
+  ExactTile keys = load_exact(t.a.exact_keys, t.b, t.h, at, count, t.a.dim, t.a.dim_pad, w.a);
+  exact_products(t, keys, by, w, [] {});
   return keys;
 }
 

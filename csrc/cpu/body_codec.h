@@ -59,18 +59,19 @@ INLINE float scale_of(int rule, float norm, float rms, float dot, float square) 
   return scale < MAX_FLOAT16 ? scale : MAX_FLOAT16;
 }
 
+INLINE const float *vector_at(const float *x, const int64_t *stride, int64_t b, int64_t h) {
+  return x ? x + b * stride[0] + h * stride[1] : nullptr;
+}
+
 // (x - centre) / balance of the valid tokens as a tile.
-INLINE void load_centred(const Coding &c, int64_t b, int64_t h, int64_t first, uint32_t valid, const Scratch &w,
-                         float *tile) {
-  const Store &s = c.store;
-  const float *centre = s.centre ? s.centre + b * s.centre_stride[0] + h * s.centre_stride[1] : nullptr;
-  const float *balance = s.balance ? s.balance + b * s.balance_stride[0] + h * s.balance_stride[1] : nullptr;
+NOINLINE void load_centred(const Dense &x, int dim, const float *centre, const float *balance, int64_t b, int64_t h,
+                           int64_t first, uint32_t valid, const Scratch &w, float *tile) {
   fill(w.a, TILE * w.pad, 0);
   for (int t = 0; t < TILE; t++)
-    if (valid >> t & 1) load_row(row_at(c.x, b, h, first + t), c.x.dtype, s.dim, w.a + t * w.pad);
+    if (valid >> t & 1) load_row(row_at(x, b, h, first + t), x.dtype, dim, w.a + t * w.pad);
   transpose(w.a, w.pad, TILE, w.pad, tile, TILE);
   if (!centre && !balance) return;
-  for (int d = 0; d < s.dim; d++) {
+  for (int d = 0; d < dim; d++) {
     F minus = splat(centre ? centre[d] : 0), by = splat(balance ? 1 / balance[d] : 1);
     for (int i = 0; i < TILE; i += LANES) store(tile + d * TILE + i, (load(tile + d * TILE + i) - minus) * by);
   }
@@ -82,7 +83,8 @@ static void encode(const Coding &c, int64_t b, int64_t h, int64_t block, char *s
   float *tile = w.b, *norm = w.weights, *inverse_rms = norm + TILE, *dot = norm + 2 * TILE, *square = norm + 3 * TILE;
   block += c.start / TILE;
   uint32_t valid = valid_tokens(block, c.start, c.start + c.tokens);
-  load_centred(c, b, h, block * TILE - c.start, valid, w, tile);
+  load_centred(c.x, s.dim, vector_at(s.centre, s.centre_stride, b, h), vector_at(s.balance, s.balance_stride, b, h), b,
+               h, block * TILE - c.start, valid, w, tile);
   rotate_tile(s.rotation, false, tile, w.c);
   fill(norm, 4 * TILE, 0);
   for (int d = 0; d < s.dim; d++)
@@ -129,8 +131,8 @@ static void decode(const Coding &c, int64_t b, int64_t h, int64_t block, char *s
   for (int d = 0; d < s.dim; d++)
     for (int i = 0; i < TILE; i += LANES) store(tile + d * TILE + i, load(tile + d * TILE + i) * load(scale + i));
   rotate_tile(s.rotation, true, tile, w.c);
-  const float *centre = s.centre ? s.centre + b * s.centre_stride[0] + h * s.centre_stride[1] : nullptr;
-  const float *balance = s.balance ? s.balance + b * s.balance_stride[0] + h * s.balance_stride[1] : nullptr;
+  const float *centre = vector_at(s.centre, s.centre_stride, b, h);
+  const float *balance = vector_at(s.balance, s.balance_stride, b, h);
   if (centre || balance)
     for (int d = 0; d < s.dim; d++) {
       F plus = splat(centre ? centre[d] : 0), by = splat(balance ? balance[d] : 1);

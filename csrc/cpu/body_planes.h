@@ -85,16 +85,19 @@ NOINLINE void transpose_bits(uint32_t *x, int columns) {
   mask = 0x55555555, stage(Constant<1>());
 }
 
-// Keys of a block in value order (MLA: the keys are the values).
-NOINLINE Planes load_shared_words(const Store &s, int64_t b, int64_t h, int64_t block, uint32_t *words,
-                                  uint32_t *columns) {
+// Words packed along D of 32 tokens, token(0) .. token(31), in value order.
+template <class Token>
+INLINE Planes load_turned_words(const Store &s, int64_t b, int64_t h, uint32_t *words, uint32_t *columns,
+                                Token token) {
   int num_words = (int)ceil_div(s.dim, WORD_BITS), width = num_columns(s), pad = padded(s.dim);
   Planes planes;
   for (int p = 0; p < s.bits; p++) {
-    const uint32_t *from = plane_at(s, b, h, block * TILE, p);
+    const uint32_t *from = plane_at(s, b, h, 0, p);
     int64_t stride = plane_stride(s, p);
-    for (int t = 0; t < TILE; t++)
-      for (int w = 0; w < num_words; w++) columns[t * width + p * num_words + w] = from[t * stride + w];
+    for (int t = 0; t < TILE; t++) {
+      const uint32_t *row = from + token(t) * stride;
+      for (int w = 0; w < num_words; w++) columns[t * width + p * num_words + w] = row[w];
+    }
   }
   transpose_bits(columns, width);
   for (int p = 0; p < s.bits; p++) {
@@ -103,6 +106,12 @@ NOINLINE Planes load_shared_words(const Store &s, int64_t b, int64_t h, int64_t 
       for (int i = 0; i < TILE; i++) words[p * pad + w * TILE + i] = columns[i * width + p * num_words + w];
   }
   return planes;
+}
+
+// Keys of a block in value order (MLA: the keys are the values).
+NOINLINE Planes load_shared_words(const Store &s, int64_t b, int64_t h, int64_t block, uint32_t *words,
+                                  uint32_t *columns) {
+  return load_turned_words(s, b, h, words, columns, [&](int t) { return block * TILE + t; });
 }
 
 // Value order to the tokens in `valid` of a block of keys; `columns` is scratch.

@@ -92,6 +92,17 @@ INLINE void add_scaled(float *x, const float *y, int n, float by) {
   for (int i = 0; i < n; i += LANES) store(x + i, fma(load(y + i), splat(by), load(x + i)));
 }
 
+INLINE F round_small(F x) { return (x + splat(12582912.0f)) - splat(12582912.0f); }  // |x| < 2^22
+
+INLINE float dot_row(const float *x, const float *y, int n) {
+  F sum = zero();
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) sum = fma(load(x + i), load(y + i), sum);
+  float total = reduce_add(sum);
+  for (; i < n; i++) total += x[i] * y[i];
+  return total;
+}
+
 // e^x for x <= 0, 0 below -87, NaN of NaN. With n = round(x / ln 2) and |r| <= 0.35: e^x = 2^n e^r, e^r by its
 // series to r^6.
 INLINE F exp_negative(F x) {

@@ -34,11 +34,13 @@ INLINE Range tokens_of(const Task &t) {
 }
 
 // 32 tokens side by side and where they stand in the order of masks, scores and weights: tokens below `cut` from column
-// first, the others from column second. A tile of exact tokens may hold sinks and recent tokens.
+// first, the others from column second. A tile of exact tokens may hold sinks and recent tokens. Selected tokens stand in
+// the columns that `picked` names.
 struct Columns {
   int64_t first, second;
   int cut, count;
   uint32_t valid;
+  const int32_t *picked = nullptr;
 };
 
 INLINE Columns packed_columns(const Attention &a, int64_t block, int64_t start, int64_t stop) {
@@ -62,18 +64,25 @@ INLINE void for_columns(const Columns &c, Run run) {
 INLINE int64_t query_head(const Task &t, int r) { return t.h * t.a.group + (t.row + r) / t.a.queries; }
 INLINE int64_t query_token(const Task &t, int r) { return (t.row + r) % t.a.queries; }
 
+// Applies the mask from element `at` on to n scores; score i stands in column(i).
+template <class Column>
+INLINE void mask_row(const Mask &m, int64_t at, int64_t n, float *x, Column column) {
+  if (m.boolean) {
+    const uint8_t *mask = (const uint8_t *)m.data + at;
+    for (int64_t i = 0; i < n; i++) x[i] = mask[column(i) * m.stride[3]] ? x[i] : -__builtin_inff();
+  } else {
+    const float *mask = (const float *)m.data + at;
+    for (int64_t i = 0; i < n; i++) x[i] += mask[column(i) * m.stride[3]];
+  }
+}
+
 INLINE void apply_mask(const Task &t, int r, const Columns &columns, float *logits) {
   const Mask &m = t.a.mask;
-  int64_t at = t.b * m.stride[0] + query_head(t, r) * m.stride[1] + query_token(t, r) * m.stride[2], step = m.stride[3];
+  int64_t at = t.b * m.stride[0] + query_head(t, r) * m.stride[1] + query_token(t, r) * m.stride[2];
+  if (columns.picked)
+    return mask_row(m, at, columns.count, logits, [&](int64_t i) { return (int64_t)columns.picked[i]; });
   for_columns(columns, [&](int from, int count, int64_t column) {
-    float *x = logits + from;
-    if (m.boolean) {
-      const uint8_t *mask = (const uint8_t *)m.data + at + column * step;
-      for (int i = 0; i < count; i++) x[i] = mask[i * step] ? x[i] : -__builtin_inff();
-    } else {
-      const float *mask = (const float *)m.data + at + column * step;
-      for (int i = 0; i < count; i++) x[i] += mask[i * step];
-    }
+    mask_row(m, at + column * m.stride[3], count, logits + from, [](int64_t i) { return i; });
   });
 }
 

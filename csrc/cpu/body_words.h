@@ -19,8 +19,6 @@ constexpr float QUERY_RANGE = 0x7fffffff / LEVEL_RANGE - SUM_WORDS * WORD_BITS; 
 constexpr float WEIGHT_RANGE = 0x7fffffff / LEVEL_RANGE / TILE;
 constexpr float TINY = 1e-30f;  // a row of weights or a query below counts as zero, so that 1 / x stays finite
 
-INLINE F round_small(F x) { return (x + splat(12582912.0f)) - splat(12582912.0f); }  // |x| < 2^22
-
 // Factor from levels to integers: the one of 128 below LEVEL_RANGE / largest level with the smallest error. Rounding
 // errors of levels do not average out over tokens, and three or seven other levels often fit one of the factors well.
 INLINE float level_factor(const Store &s) {

@@ -25,6 +25,28 @@ INLINE F maximum(F a, F b) { return _mm256_max_ps(a, b); }
 INLINE F absolute(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 INLINE F square_root(F x) { return _mm256_sqrt_ps(x); }
 INLINE uint32_t lane_bits(M m) { return (uint32_t)_mm256_movemask_ps(m); }
+INLINE F floats_of_words(U x) { return _mm256_cvtepi32_ps(x); }
+INLINE U and_words(U a, U b) { return _mm256_and_si256(a, b); }
+INLINE F settled(F x) {  // rounded now: no product of this and no sum of that become one operation
+  __asm__("" : "+x"(x));
+  return x;
+}
+
+struct LaneOrders {  // the lanes of each set, side by side
+  uint64_t order[256];
+};
+constexpr LaneOrders make_lane_orders() {
+  LaneOrders x = {};
+  for (int lanes = 0; lanes < 256; lanes++)
+    for (int lane = 0, at = 0; lane < 8; lane++)
+      if (lanes >> lane & 1) x.order[lanes] |= (uint64_t)lane << 8 * at++;
+  return x;
+}
+static constexpr LaneOrders LANE_ORDERS = make_lane_orders();
+INLINE void store_lanes(float *p, F x, uint32_t lanes) {  // these lanes side by side, then junk up to a whole vector
+  U order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&LANE_ORDERS.order[lanes]));
+  store(p, _mm256_permutevar8x32_ps(x, order));
+}
 INLINE float reduce_add(F x) {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   y = _mm_add_ps(y, _mm_movehl_ps(y, y));
@@ -44,6 +66,17 @@ INLINE U shift(U x) {  // to the right, or to the left if N is negative
 }
 INLINE U pick(uint32_t mask, U a, U b) {
   return _mm256_xor_si256(b, _mm256_and_si256(_mm256_xor_si256(a, b), splat_word(mask)));
+}
+
+// Set bits of a lane: counted() in its four bytes, of which sums below 256 may be taken, and their total.
+INLINE U counted(U x) {
+  const U table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4));
+  const U low = splat_word(0x0f0f0f0f);
+  U a = _mm256_shuffle_epi8(table, and_words(x, low)), b = _mm256_shuffle_epi8(table, and_words(shift<4>(x), low));
+  return _mm256_add_epi8(a, b);
+}
+INLINE U total_count(U x) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(x, _mm256_set1_epi8(1)), _mm256_set1_epi16(1));
 }
 
 struct Book {

@@ -25,6 +25,15 @@ INLINE F maximum(F a, F b) { return _mm512_max_ps(a, b); }
 INLINE F absolute(F x) { return _mm512_abs_ps(x); }
 INLINE F square_root(F x) { return _mm512_sqrt_ps(x); }
 INLINE uint32_t lane_bits(M m) { return m; }
+INLINE F floats_of_words(U x) { return _mm512_cvtepi32_ps(x); }
+INLINE U and_words(U a, U b) { return _mm512_and_si512(a, b); }
+INLINE F settled(F x) {  // rounded now: no product of this and no sum of that become one operation
+  __asm__("" : "+v"(x));
+  return x;
+}
+INLINE void store_lanes(float *p, F x, uint32_t lanes) {  // these lanes side by side, then junk up to a whole vector
+  store(p, _mm512_maskz_compress_ps((__mmask16)lanes, x));
+}
 INLINE float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
 INLINE float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
 
@@ -35,6 +44,22 @@ INLINE U shift(U x) {  // to the right, or to the left if N is negative
   return x;
 }
 INLINE U pick(uint32_t mask, U a, U b) { return _mm512_ternarylogic_epi32(splat_word(mask), a, b, 0xca); }
+
+// Set bits of a lane: counted() in the four bytes of a lane, of which sums below 256 may be taken, and their total.
+#if defined(KVQ_COUNT_WORDS)
+INLINE U counted(U x) { return _mm512_popcnt_epi32(x); }
+INLINE U total_count(U x) { return x; }
+#else
+INLINE U counted(U x) {
+  const U table = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4));
+  const U low = splat_word(0x0f0f0f0f);
+  U a = _mm512_shuffle_epi8(table, and_words(x, low)), b = _mm512_shuffle_epi8(table, and_words(shift<4>(x), low));
+  return _mm512_add_epi8(a, b);
+}
+INLINE U total_count(U x) {
+  return _mm512_madd_epi16(_mm512_maddubs_epi16(x, _mm512_set1_epi8(1)), _mm512_set1_epi16(1));
+}
+#endif
 
 struct Book {
   F table;

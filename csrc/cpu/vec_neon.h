@@ -25,6 +25,18 @@ INLINE F maximum(F a, F b) { return select(greater(a, b), a, b); }  // vmaxq wou
 INLINE F absolute(F x) { return vabsq_f32(x); }
 INLINE F square_root(F x) { return vsqrtq_f32(x); }
 INLINE uint32_t lane_bits(M m) { return vaddvq_u32(vandq_u32(m, U{1, 2, 4, 8})); }
+INLINE F floats_of_words(U x) { return vcvtq_f32_u32(x); }
+INLINE U and_words(U a, U b) { return vandq_u32(a, b); }
+INLINE F settled(F x) {  // rounded now: no product of this and no sum of that become one operation
+  __asm__("" : "+w"(x));
+  return x;
+}
+INLINE void store_lanes(float *p, F x, uint32_t lanes) {  // these lanes side by side
+  for (; lanes; lanes &= lanes - 1) *p++ = x[__builtin_ctz(lanes)];
+}
+// Set bits of a lane: counted() in its four bytes, of which sums below 256 may be taken, and their total.
+INLINE U counted(U x) { return vreinterpretq_u32_u8(vcntq_u8(vreinterpretq_u8_u32(x))); }
+INLINE U total_count(U x) { return vpaddlq_u16(vpaddlq_u8(vreinterpretq_u8_u32(x))); }
 INLINE float reduce_add(F x) { return vaddvq_f32(x); }
 INLINE float reduce_max(F x) { return vmaxnmvq_f32(x); }
 

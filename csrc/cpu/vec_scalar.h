@@ -36,6 +36,31 @@ INLINE F square_root(F x) {
   return x;
 }
 INLINE uint32_t lane_bits(M m) { return (m[0] & 1) | (m[1] & 2) | (m[2] & 4) | (m[3] & 8); }
+INLINE F floats_of_words(U x) { return F{(float)x[0], (float)x[1], (float)x[2], (float)x[3]}; }
+INLINE U and_words(U a, U b) { return a & b; }
+INLINE F settled(F x) {  // rounded now: no product of this and no sum of that become one operation
+#if defined(__x86_64__)
+  __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#else
+  __asm__("" : "+m"(x));
+#endif
+  return x;
+}
+INLINE void store_lanes(float *p, F x, uint32_t lanes) {  // these lanes side by side
+  for (; lanes; lanes &= lanes - 1) *p++ = x[__builtin_ctz(lanes)];
+}
+// Set bits of a lane: counted() in its four bytes, of which sums below 256 may be taken, and their total.
+INLINE U counted(U x) {
+  x = x - (x >> 1 & 0x55555555u);
+  x = (x & 0x33333333u) + (x >> 2 & 0x33333333u);
+  return (x + (x >> 4)) & 0x0f0f0f0fu;
+}
+INLINE U total_count(U x) {
+  x = (x & 0x00ff00ffu) + (x >> 8 & 0x00ff00ffu);
+  return (x & 0xffffu) + (x >> 16);
+}
 INLINE float reduce_add(F x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 INLINE float reduce_max(F x) {
   float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];

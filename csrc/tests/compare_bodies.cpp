@@ -51,13 +51,13 @@ int64_t differing_codes(const Packed &a, const Packed &b) {
   return codes + std::max<int64_t>(0, scales - codes);
 }
 
-using Task = void (*)(const Attention &, int64_t, char *);
-void run_attention(const Kernels &k, Attention a, bool prepare, Task task, bool finish) {
+using Task = std::function<void(const Attention &, int64_t, char *)>;
+void run_attention(const Kernels &k, Attention a, bool prepare, const Task &task, bool finish) {
   cut(a, prepare);
   std::vector<float> memory(place_scratch(a, nullptr) + 16, NAN);
   place_scratch(a, memory.data());
   int64_t pad = std::max(a.dim_pad, a.value_pad), tiles = ceil_div(a.batch * a.heads * a.rows, TILE);
-  auto each = [&](int64_t count, Task run) {
+  auto each = [&](int64_t count, const Task &run) {
     for (int64_t i = 0; i < count; i++) run(a, i, Worker(pad).scratch());
   };
   if (prepare) each(tiles, k.prepare);
@@ -65,12 +65,15 @@ void run_attention(const Kernels &k, Attention a, bool prepare, Task task, bool 
   if (finish) each(tiles, k.finish);
 }
 
+#include "sparse_suite.h"
+
 struct Suite {
   const Body &body;
   const Kernels &ours = *body.kernels, &scalar = scalar_kernels;
   Tally converts{ours.name, "convert"}, rotates{ours.name, "rotate"}, encodes{ours.name, "encode"},
       decodes{ours.name, "decode"}, attends{ours.name, "attend"}, qks{ours.name, "qk"}, pvs{ours.name, "pv"},
       merges{ours.name, "merge"};
+  SparseSuite sparse{ours};
 
   // Rows through the identity: what is left is the conversion, which must be that of the scalar body bit for bit.
   void convert(const Vector<char> &rows, Dtype from, Dtype to) {
@@ -228,8 +231,10 @@ struct Suite {
 
   bool report() const {
     int failed = 0;
-    for (const Tally *t : {&converts, &rotates, &encodes, &decodes, &attends, &qks, &pvs, &merges}) {
-      printf("%-10s %-8s %5d compared, %d failed, worst %.1e\n", t->body, t->function, t->compared, t->failed,
+    std::vector<const Tally *> tallies = {&converts, &rotates, &encodes, &decodes, &attends, &qks, &pvs, &merges};
+    for (const Tally *t : sparse.tallies()) tallies.push_back(t);
+    for (const Tally *t : tallies) {
+      printf("%-13s %-15s %5d compared, %d failed, worst %.1e\n", t->body, t->function, t->compared, t->failed,
              t->worst);
       failed += t->failed + (t->compared == 0);
     }
@@ -249,6 +254,8 @@ bool agrees(const Body &body) {
   Problem longest = problem_of(64, 3, 2100);  // more than one split
   longest.mask = NO_MASK, longest.exact = 1100, longest.start = 0, longest.shared = longest.bad = false;
   suite.attention(longest);
+  for (int dim : {4, 12, 64, 80, 128, 256})
+    for (int64_t tokens : {1, 31, 33, 130, 513}) suite.sparse.run(sparse_problem_of(dim, tokens));
   for (int dim : {1, 12, 80, 128, 512})
     for (Dtype dtype : {FLOAT32, BFLOAT16, FLOAT16}) suite.merge(dim, dtype, pick({1, 2, 5}));
   return suite.report();

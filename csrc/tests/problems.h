@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #include <cmath>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>

@@ -2,8 +2,9 @@
 
 Precision follows the dtype of the query: float32 is answered in float32 by the best set of the machine. Attention of
 bfloat16 and float16 queries is answered by ``avx512vnni`` where the machine has it: products of 16-bit integers, twice as
-fast and exact to about 5e-4. ``KVQ_CPU_ISA`` names one set for every dtype: ``avx512vnni``, ``avx512``, ``avx2``,
-``neon``, ``scalar``, or ``reference`` to load nothing and run the pure-torch reference.
+fast and exact to about 5e-4. ``KVQ_CPU_ISA`` names one set for every dtype: ``avx512vnni``, ``avx512vpopcnt`` (``avx512``
+that counts the signs of an index by words), ``avx512``, ``avx2``, ``neon``, ``scalar``, or ``reference`` to load nothing
+and run the pure-torch reference.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ VARIABLE = "KVQ_CPU_ISA"
 REFERENCE = "reference"
 AUTO = "auto"  # precision follows the dtype of the query
 INTEGER = "avx512vnni"
-ISAS = (INTEGER, "avx512", "avx2", "neon", "scalar")  # fastest first
+ISAS = (INTEGER, "avx512vpopcnt", "avx512", "avx2", "neon", "scalar")  # fastest first
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of queries
 
 
