@@ -64,6 +64,10 @@ class RaBitQIndex:
     bias: torch.Tensor
     transform: tuple[torch.Tensor, ...]
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return self.sign, self.factor, self.bias, *self.transform
+
     @property
     def token_bytes(self) -> int:
         """Bytes that a scan reads of one token of one head."""
