@@ -44,7 +44,7 @@ def test_sparse_attention_by_hand(capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     for signs, keys in zip(rows[::2], rows[1::2]):
         assert (signs[1], keys[1]) == ("signs", "keys") and signs[0] == keys[0]
-        assert float(keys[3]) >= float(signs[0]) - 0.02 and float(keys[3]) > float(signs[3])
+        assert float(keys[3]) >= float(signs[0]) - 0.07 and float(keys[3]) > float(signs[3])
         assert float(keys[2].rstrip("%")) < 60 and float(keys[4]) < float(signs[4])
 
 

@@ -6,7 +6,7 @@ import torch
 from oracle import oracle_cache
 from transformers import DynamicCache
 
-from torch_kvq import IsoQuantCache
+from torch_kvq import IsoQuantCache, RaBitQSparseCache
 from torch_kvq._requirements import cache_keyword
 
 pytestmark = pytest.mark.versions
@@ -86,12 +86,12 @@ def test_exact_hybrids(family, attn, mode):
 
 def check_exact(model, mode, inputs=None, **options):
     inputs = inputs or inputs_for(mode)
-    cache = IsoQuantCache(window_len=512)
     wanted = generate(model, DynamicCache(config=model.config), inputs, mode, **options)
-    got = generate(model, cache, inputs, mode, **options)
-    assert got.tolist() == wanted.tolist()
-    assert cache.stats.tokens_compressed == cache.stats.attend_calls == 0
-    assert cache.get_seq_length() > 40
+    for cache in (IsoQuantCache(window_len=512), RaBitQSparseCache()):
+        got = generate(model, cache, inputs, mode, **options)
+        assert got.tolist() == wanted.tolist()
+        assert cache.stats.tokens_compressed == cache.stats.attend_calls == 0
+        assert cache.get_seq_length() > 40
 
 
 def test_exact_from_embeddings():
@@ -115,13 +115,13 @@ def test_exact_over_turns(family, attn, full_ids):
     """The second call gets the whole conversation, or the new ids and the mask of the whole."""
     model, more = tiny_models.build(family, attn), tiny_models.prompt(1, 9, seed=4)
     answers = []
-    for cache in (DynamicCache(config=model.config), IsoQuantCache(window_len=512)):
+    for cache in (DynamicCache(config=model.config), IsoQuantCache(window_len=512), RaBitQSparseCache()):
         first = generate(model, cache, {"input_ids": tiny_models.prompt(1, 20)})
         ids = torch.cat([first, more], 1)
         mask = torch.ones_like(ids)
         new = ids if full_ids else ids[:, cache.get_seq_length() :]
         answers.append(generate(model, cache, {"input_ids": new, "attention_mask": mask})[:, -8:].tolist())
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_both_spellings():

@@ -15,6 +15,8 @@ from transformers import DynamicCache
 from torch_kvq import RaBitQSparseCache
 from torch_kvq.attention.compose import attend_exact
 from torch_kvq.attention.select import select_tokens
+from torch_kvq.codecs.rabitq import RaBitQConfig
+from torch_kvq.sparse_store import IndexedKeys, RowStore
 
 pytestmark = [pytest.mark.versions, pytest.mark.filterwarnings("ignore:top_p of 1")]
 
@@ -371,7 +373,6 @@ def test_states_of_another_device_are_refused():
 
 
 def test_page_locked_memory_that_is_refused_has_a_name(monkeypatch):
-    from torch_kvq.sparse_store import RowStore
 
     def refuse(*args, **kwargs):
         raise RuntimeError("out of memory")
@@ -395,3 +396,21 @@ def test_a_budget_that_selects_everything_says_so_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         forced_logits(model, cache, [ids[:, 160:]])
+
+
+@pytest.mark.gpu
+def test_an_index_made_beside_the_prompt_is_the_same():
+    """The prompt's keys are freed at once and their memory is taken again while the index is being made."""
+    keys, centre = torch.randn(2, 8, 16384, 128, device="cuda"), torch.randn(2, 8, 128, device="cuda")
+    indices = []
+    for length in (16384, 512):  # at once on the side stream, and in parts on the current one
+        store = RowStore(torch.float32, 2, 8, 128, keys.device, False)
+        indexed = IndexedKeys(RaBitQConfig(), store, 2, 8, centre)
+        for start in range(0, 16384, length):
+            part = keys[:, :, start : start + length].clone()
+            indexed.append(part)
+            del part
+            torch.full((2, 8, length, 128), torch.nan, device="cuda")
+        index = indexed.index()
+        indices.append((index.sign[:, :, :16384], index.factor[:, :, :16384]))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*indices))

@@ -1,10 +1,15 @@
 """Buffers that tokens are selected from: rows that can be read one by one, and the index of the keys beside them."""
 
+import contextlib
+
 import torch
 
 from .codecs.rabitq import RaBitQConfig, RaBitQIndex
 from .layout import num_words
+from .side_stream import SideStream
 from .store import PackedStore, TokenBuffers, optional
+
+SIDE_LEN = 1024  # tokens from which indexing is worth a stream of its own
 
 
 class RowStore(TokenBuffers):
@@ -82,6 +87,7 @@ class IndexedKeys(TokenBuffers):
         else:
             self.rotation = config.make_rotation(store.head_dim, device).tensors()
         self._index: RaBitQIndex | None = None
+        self._side = SideStream(device)
         super().__init__(batch, heads, device, store.capacity)
 
     def token_tensors(self, batch: int, heads: int, capacity: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -91,7 +97,11 @@ class IndexedKeys(TokenBuffers):
         return factor | ({} if self.is_packed else signs) | (bias if self.query_centre.numel() else {})
 
     def index(self) -> RaBitQIndex:
-        """The tensors of the index; the same object until one is replaced."""
+        """The tensors of the index, once they are written; the same object until one is replaced."""
+        self._side.wait()
+        return self._tensors_of_index()
+
+    def _tensors_of_index(self) -> RaBitQIndex:
         if self._index is None:
             centre, balance = (self.store.centre, self.store.balance) if self.is_packed else (self.own_centre, self.own_balance)
             sign = self.store.sign if self.is_packed else self.own_sign
@@ -105,12 +115,16 @@ class IndexedKeys(TokenBuffers):
         return self.store.tensors()
 
     def append(self, x: torch.Tensor) -> None:
-        """Stores and indexes ``x [B, H, N, D]`` behind the last token."""
+        """Stores ``x [B, H, N, D]`` behind the last token and indexes it; a prompt beside what the model does meanwhile."""
         self.store.append(x)
         self.reserve(self.store.length)
         self._index = None  # the store may have replaced its sign plane
-        index = self.index()
-        index.write(x, self.length, signs=not self.is_packed)
+        index = self._tensors_of_index()
+        beside = x.shape[2] >= SIDE_LEN
+        if not beside:
+            self._side.wait()
+        with self._side.work((x, *index.tensors())) if beside else contextlib.nullcontext():
+            index.write(x, self.length, signs=not self.is_packed)
         self.length = self.store.length
 
     def decode(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
@@ -121,7 +135,12 @@ class IndexedKeys(TokenBuffers):
         super().drop_last(tokens)
         self.store.drop_last(tokens)
 
+    def __getstate__(self) -> dict:
+        self._side.wait()
+        return self.__dict__
+
     def changed(self) -> None:
+        self._side.wait()
         self._index = None
 
     def map_batch(self, function) -> None:

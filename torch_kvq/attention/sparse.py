@@ -72,19 +72,26 @@ class SparsePieces(Pieces):
             out, lse = self.attend(*self._unfolded(query, mask), scale, softcap, sink_logits)
             return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])
         near_mask, far_mask = self._split(mask, query)
-        answers = [self._near(query, near_mask, scale, softcap, sink_logits)]
-        if self._selects(query):
-            selection = self._select(query, far_mask, scale, softcap, answers[0][1])
-            answers.append(self._far(query, selection, far_mask, scale, softcap))
-        else:
-            for part in self._chunks():
-                rows = self._rows("k", part.start, part.stop), self._rows("v", part.start, part.stop)
-                seen = None if far_mask is None else far_mask[..., part]
-                answers.append(self._attend_rows(query, *rows, seen, scale, softcap))
-        outs, lses = torch.stack([out for out, _ in answers]), torch.stack([part for _, part in answers])
+        selects = self._selects(query)
+        chunks = [] if selects else self._chunks()
+        outs, lses = self._answers(query, 2 if selects else 1 + len(chunks))
+        exact = self.exact_keys, self.exact_values
+        self._attend_rows(query, *exact, near_mask, scale, softcap, (outs[0], lses[0]), sink_logits)
+        if selects:
+            selection = self._select(query, far_mask, scale, softcap, lses[0])
+            self._far(query, selection, far_mask, scale, softcap, (outs[1], lses[1]))
+        for place, part in enumerate(chunks, 1):
+            rows = self._rows("k", part.start, part.stop), self._rows("v", part.start, part.stop)
+            seen = None if far_mask is None else far_mask[..., part]
+            self._attend_rows(query, *rows, seen, scale, softcap, (outs[place], lses[place]))
         out, lse = torch.empty_like(outs[0]), lses.new_empty(lses.shape[1:]) if lse is None else lse
         ops.merge(outs, lses, out, lse)
         return out, lse
+
+    def _answers(self, query: torch.Tensor, number: int) -> Answer:
+        """Room for that many answers, ``[number, B, Hq, M, Dv]`` and ``[number, B, Hq, M]``."""
+        shape = (number, *query.shape[:3])
+        return query.new_empty((*shape, self.exact_values.shape[-1])), query.new_empty(shape, dtype=torch.float32)
 
     def _is_folded(self, query: torch.Tensor) -> bool:
         """Whether the query heads of a kv head are in the place of tokens (``pack_gqa``)."""
@@ -113,25 +120,19 @@ class SparsePieces(Pieces):
         first, last = self.num_sinks, self.num_sinks + self.length
         return torch.cat([x[..., :first], x[..., last:]], -1), x[..., first:last]
 
-    def _near(self, query, mask, scale, softcap, sink_logits) -> Answer:
-        return self._attend_rows(query, self.exact_keys, self.exact_values, mask, scale, softcap, sink_logits)
-
     @staticmethod
-    def _attend_rows(query, keys, values, mask, scale, softcap, sink_logits=None) -> Answer:
-        out = query.new_empty((*query.shape[:3], values.shape[-1]))
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    def _attend_rows(query, keys, values, mask, scale, softcap, answer: Answer, sink_logits=None) -> None:
         batch, heads, _, dim = keys.shape
         nothing = (no_tokens(batch, heads, d, along, query.device) for d, along in ((dim, False), (values.shape[-1], True)))
-        ops.attend(query, *nothing, keys, values, mask, sink_logits, 0, 0, 0, scale, softcap, out, lse)
-        return out, lse
+        ops.attend(query, *nothing, keys, values, mask, sink_logits, 0, 0, 0, scale, softcap, *answer)
 
-    def _far(self, query, selection: Selection, mask, scale, softcap) -> Answer:
+    def _far(self, query, selection: Selection, mask, scale, softcap, answer: Answer | None = None) -> Answer:
         keys, values, held = self.keys, self.values, selection
         if self.options.on_host:
             (keys, held), (values, _) = (in_staging(rows[0], selection, query.device) for rows in (keys, values))
             if mask is not None:
                 mask = mask.gather(-1, selection.columns(query.shape[1], 0).expand(-1, -1, query.shape[2], -1))
-        return attend_selected(query, keys, values, held, scale, self.exact_values.shape[-1], mask, softcap)
+        return attend_selected(query, keys, values, held, scale, self.exact_values.shape[-1], mask, softcap, answer)
 
     # ---- selection
 
@@ -185,8 +186,9 @@ class SparsePieces(Pieces):
             return query @ self.rebuilt("k").repeat_interleave(repeats, 1).transpose(-1, -2)
         scale, mask = call
         near_mask, far_mask = self._split(None if mask is None else mask[..., : self.num_tokens], query)
-        _, near_lse = self._near(query, near_mask, scale, 0.0, None)
-        self.selection = self._select(query, far_mask, scale, 0.0, near_lse)
+        near, near_lse = self._answers(query, 1)
+        self._attend_rows(query, self.exact_keys, self.exact_values, near_mask, scale, 0.0, (near[0], near_lse[0]))
+        self.selection = self._select(query, far_mask, scale, 0.0, near_lse[0])
         return self._sparse_scores(query)
 
     def _sparse_scores(self, query: torch.Tensor) -> torch.Tensor:

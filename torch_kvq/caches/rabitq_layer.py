@@ -3,7 +3,7 @@
 import torch
 
 from ..attention.pieces import Pieces
-from ..attention.sparse import SparseOptions, SparsePieces
+from ..attention.sparse import SparsePieces
 from ..codecs.isoquant import IsoQuantConfig
 from ..codecs.statistics import channel_balance, masked_mean, second_moment
 from ..sparse_store import IndexedKeys, RowStore
@@ -20,13 +20,8 @@ class RaBitQLayer(CompressedLayer):
 
     def pieces_with_body(self, exact: tuple[torch.Tensor, torch.Tensor]) -> Pieces:
         settings, keys, values = self.settings, self.keys_store, self.values_store
-        options = SparseOptions(
-            settings.top_p, settings.selection == "head", settings.max_selected, settings.refine, settings.widening,
-            settings.audit, settings.store == "host",
-        )  # fmt: skip
-        return SparsePieces(
-            *exact, keys.tensors(), values.tensors(), keys.length, settings.num_sinks, self.order, self, keys.index(), options
-        )
+        body = keys.tensors(), values.tensors(), keys.length, settings.num_sinks, self.order, self
+        return SparsePieces(*exact, *body, keys.index(), settings.sparse_options)
 
     def open_stores(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, capacity: int) -> None:
         settings, moments = self.settings, self.moments

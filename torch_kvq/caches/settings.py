@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from ..attention.sparse import SparseOptions
 from ..codecs.codebook import check_bits
 from ..codecs.isoquant import IsoQuantConfig
 from ..codecs.rabitq import RaBitQConfig
@@ -132,6 +133,12 @@ class RaBitQSettings(LayerSettings):
     @property
     def least_len(self) -> int:
         return max(super().least_len, self.min_dense_len - self.num_sinks)
+
+    @functools.cached_property
+    def sparse_options(self) -> SparseOptions:
+        """What an attention call needs to know of them."""
+        per_head, on_host = self.selection == "head", self.store == "host"
+        return SparseOptions(self.top_p, per_head, self.max_selected, self.refine, self.widening, self.audit, on_host)
 
     @property
     def index_config(self) -> RaBitQConfig:

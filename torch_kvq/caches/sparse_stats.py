@@ -5,6 +5,7 @@ import warnings
 
 import torch
 
+from ..store import empty
 from .stats import CacheStats
 
 
@@ -23,45 +24,40 @@ class SparseStats(CacheStats):
     select_calls: int = 0
     scanned_tokens: int = 0
     index_bytes_read: int = 0
+    mass_rows: int = dataclasses.field(default=0, repr=False)
     owner: str = dataclasses.field(default="RaBitQSparseCache", repr=False)
     _counts: dict = dataclasses.field(default_factory=dict, repr=False)
     _said_everything: bool = dataclasses.field(default=False, repr=False)
 
     def count_selection(self, pieces, selection, candidates) -> None:
         """A call that selected ``selection`` from the body of ``pieces``, from ``candidates`` where the cut was refined."""
-        index, batches = pieces.index, selection.count.numel()
-        scanned = batches * pieces.length
-        token = (
-            index.sign.shape[-1] * 4 + index.factor.element_size() + (index.bias.element_size() if index.bias.numel() else 0)
-        )
+        index, (batch, heads) = pieces.index, pieces.exact_keys.shape[:2]
         self.select_calls += 1
-        self.scanned_tokens += scanned
-        self.index_bytes_read += scanned * token
-        self._add(selection.count.device, "selected_tokens", selection.count)
-        row = sum(map(row_bytes, (pieces.keys, pieces.values)))
-        self._add(selection.count.device, "selected_bytes", selection.count * row)
+        self.scanned_tokens += selection.count.numel() * pieces.length
+        self.index_bytes_read += batch * heads * pieces.length * index.token_bytes
+        self._add("selected", selection.count, row_bytes(pieces.keys) + row_bytes(pieces.values))
         if candidates is not None:
-            self._add(selection.count.device, "candidate_bytes", candidates.count * row_bytes(pieces.keys))
+            self._add("candidates", candidates.count, row_bytes(pieces.keys))
 
     def count_kept_mass(self, mass: torch.Tensor) -> None:
         """True shares ``[B, Hq, M]`` that were kept."""
-        self._add(mass.device, "mass", mass)
-        self._add(mass.device, "mass_rows", torch.ones_like(mass))
+        self._add("mass", mass, 1)
+        self.mass_rows += mass.numel()
 
-    def _add(self, device: torch.device, name: str, x: torch.Tensor) -> None:
-        total = self._counts.get((device, name))
-        if total is None:
-            with torch.inference_mode(False):
-                total = self._counts[device, name] = torch.zeros((), dtype=torch.float64, device=device)
-        total.add_(x.sum(dtype=torch.float64))
+    def _add(self, name: str, x: torch.Tensor, num_bytes: int) -> None:
+        """Adds the sum of ``x`` to a count on its device, of things of that many bytes."""
+        key = name, num_bytes, x.device
+        if key not in self._counts:
+            self._counts[key] = empty((), torch.float64, x.device).zero_()
+        self._counts[key].add_(x.sum(dtype=torch.float64))
 
-    def _sum(self, name: str) -> float:
-        return sum(total.item() for (_, each), total in self._counts.items() if each == name)
+    def _sum(self, name: str, weighted: bool = False) -> float:
+        return sum(x.item() * (size if weighted else 1) for (each, size, _), x in self._counts.items() if each == name)
 
     @property
     def selected_tokens(self) -> int:
         """Tokens attended to among those scanned."""
-        return int(self._sum("selected_tokens"))
+        return int(self._sum("selected"))
 
     @property
     def selected_share(self) -> float:
@@ -71,12 +67,11 @@ class SparseStats(CacheStats):
     @property
     def bytes_read(self) -> int:
         """Bytes of index, candidates and selected tokens; sinks and window come on top."""
-        return self.index_bytes_read + int(self._sum("selected_bytes") + self._sum("candidate_bytes"))
+        return self.index_bytes_read + int(self._sum("selected", True) + self._sum("candidates", True))
 
     @property
     def kept_mass(self) -> float | None:
-        rows = self._sum("mass_rows")
-        return self._sum("mass") / rows if rows else None
+        return self._sum("mass") / self.mass_rows if self.mass_rows else None
 
     def warn_of_everything(self) -> None:
         """Warns, once, if nearly everything was selected so far."""

@@ -64,6 +64,15 @@ class RaBitQIndex:
     bias: torch.Tensor
     transform: tuple[torch.Tensor, ...]
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return self.sign, self.factor, self.bias, *self.transform
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a scan reads of one token of one head."""
+        return 4 * self.sign.shape[-1] + self.factor.element_size() + (self.bias.element_size() if self.bias.numel() else 0)
+
     @classmethod
     def of(
         cls,
