@@ -1,9 +1,8 @@
 """Pictures and tables of the committed results: ``python benchmarks/chart.py``.
 
-Every ``benchmarks/results/NAME.json`` is drawn as ``NAME.png``. In the README and in ``benchmarks/results/*.md`` what stands
+``benchmarks/results/NAME.json`` of ``generate.py`` and ``attend.py`` is drawn as ``NAME.png``. In the README and in ``benchmarks/results/*.md`` what stands
 between ``<!-- NAME VIEW: begin -->`` and ``<!-- NAME VIEW: end -->`` is replaced by that view of its numbers: ``speed``,
-``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (``generate_tables.py``, ``attend_tables.py``), or ``chart``, the
-picture. No figure there is typed by hand.
+``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (``*_tables.py`` of its benchmark), or ``chart``, the picture. No figure there is typed by hand.
 """
 
 import argparse
@@ -13,6 +12,7 @@ import pathlib
 import re
 
 import attend_tables
+import experts_tables
 import generate_tables
 import matplotlib
 
@@ -20,7 +20,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VIEWS = {"attend": attend_tables.views, "generate": generate_tables.views}
+VIEWS = {"attend": attend_tables.views, "generate": generate_tables.views, "experts": experts_tables.views}
 BLOCK = re.compile(r"(<!-- (\w+) (\w+): begin -->\n).*?(<!-- \2 \3: end -->)", re.DOTALL)
 MISSING = "Not measured yet."
 COLOURS = {"dynamic": "#777777", "quanto": "#4a7ba6", "hqq": "#8a6bb0", "isoquant": "#c8442e"}
@@ -65,7 +65,7 @@ def draw(result: dict, picture: pathlib.Path) -> None:
     figure, (speed, size) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axes in (speed, size):
         axes.set(xlabel="context length, tokens", xscale="log")
-    dict(generate=draw_generate, attend=draw_attend)[result["benchmark"]](result, speed, size)
+    DRAWINGS[result["benchmark"]](result, speed, size)
     for axes in (speed, size):
         axes.set_xticks(*zip(*[(tokens, f"{tokens:,}") for tokens in contexts(result)]), rotation=30)
         axes.minorticks_off()
@@ -116,13 +116,17 @@ def draw_attend(result: dict, speed, size) -> None:
     size.set(yscale="log")
 
 
+DRAWINGS = {"generate": draw_generate, "attend": draw_attend}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="of the repository")
     root = parser.parse_args(arguments).root
     results = read(root)
     for name, result in results.items():
-        draw(result, results_dir(root) / f"{name}.png")
+        if result["benchmark"] in DRAWINGS:
+            draw(result, results_dir(root) / f"{name}.png")
     for document in documents(root):
         document.write_text(filled(document, results, root))
 
