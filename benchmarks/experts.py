@@ -158,7 +158,8 @@ def run_cpu(args: argparse.Namespace) -> dict:
 
 
 def different_texts(results: list[dict]) -> Bar:
-    return Bar("different texts of resident and offloaded, beyond one", len({r["tokens"] for r in results}) - 1, 0, "", at_most=True)
+    texts = len({r["tokens"] for r in results})
+    return Bar("different texts of resident and offloaded, beyond one", texts - 1, 0, "", at_most=True)
 
 
 def do_predictors_pay(args: argparse.Namespace, quarter: dict) -> dict:

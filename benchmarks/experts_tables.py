@@ -50,7 +50,7 @@ def _conditions(result: dict) -> str:
     shape, rows = result["shape"], result["results"].values()
     each = next(row["expert_bytes"] for row in rows if "expert_bytes" in row) / 1e6
     model = "{num_hidden_layers} layers of {num_experts} experts, {num_experts_per_tok} a token".format(**shape)
-    source = f"read from disk (io={result['io']}) by {result['io_threads']} threads" if "io" in result else "in page-locked memory"
+    source = "read from disk (io={io}) by {io_threads} threads".format(**result) if "io" in result else "in page-locked memory"
     peak = f", from which one copy ran at {result['link_peak'] / 1e9:.1f} GB/s" if "link_peak" in result else ""
     new_tokens = max(row["num_tokens"] for row in rows)
     return f"{model}, {each:.1f} MB each, random weights, {source}{peak}; {new_tokens} new tokens. {conditions(result)}."
