@@ -1,9 +1,9 @@
 """Pictures and tables of the committed results: ``python benchmarks/chart.py``.
 
 ``benchmarks/results/NAME.json`` of ``generate.py`` and ``attend.py`` is drawn as ``NAME.png``. In the README and in
-``benchmarks/results/*.md`` what stands between ``<!-- NAME VIEW: begin -->`` and ``<!-- NAME VIEW: end -->`` is replaced by that
-view of its numbers: ``speed``, ``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (the ``*_tables.py`` of its benchmark), or
-``chart``, the picture. No figure there is typed by hand.
+``benchmarks/results/*.md`` what stands between ``<!-- NAME VIEW: begin -->`` and ``<!-- NAME VIEW: end -->`` is replaced by
+that view of its numbers: ``speed``, ``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (the ``*_tables.py`` of its
+benchmark), or ``chart``, the picture. No figure there is typed by hand.
 """
 
 import argparse
