@@ -15,10 +15,10 @@ SENTINEL, FENCE = 12345.0, 64
 
 
 def fenced(shape, dtype=torch.float32):
-    """A NaN-filled tensor between two fences of sentinels, and the whole."""
+    """A tensor filled with NaN (integers: junk) between two fences of sentinels, and the whole."""
     size = torch.Size(shape).numel()
     whole = torch.full((size + 2 * FENCE,), SENTINEL, dtype=dtype)
-    whole[FENCE : FENCE + size] = torch.nan
+    whole[FENCE : FENCE + size] = torch.nan if dtype.is_floating_point else -77777
     return whole[FENCE : FENCE + size].view(shape), whole
 
 

@@ -5,7 +5,7 @@ import torch
 
 from torch_kvq import backends, cli
 from torch_kvq.backends import native
-from torch_kvq.ops.schemas import NAMES
+from torch_kvq.ops.schemas import DENSE_NAMES, NAMES
 
 
 def test_doctor_names_every_operator_and_its_backend(capsys):
@@ -21,7 +21,7 @@ def test_doctor_names_the_kernels_of_each_dtype_of_query(capsys):
     before = native.set_cpu_isa(native.AUTO)
     cli.main(["doctor"])
     printed, (full, half) = capsys.readouterr().out, map(backends.cpu_isa, (torch.float32, torch.bfloat16))
-    lines = {line.split()[0]: line for line in printed.splitlines() if line.split()[:1] and line.split()[0] in NAMES}
+    lines = {line.split()[0]: line for line in printed.splitlines() if line.split()[:1] and line.split()[0] in DENSE_NAMES}
     assert all(f" {full}" in line for line in lines.values())
     assert [name for name, line in lines.items() if f"{half} for bfloat16 and float16" in line] == ["attend"] * (half != full)
     native.set_cpu_isa("scalar")

@@ -1,15 +1,17 @@
-"""Operators ``torch.ops.torch_kvq.*``: schema (``schemas.py``), naive reference (``reference.py``), fakes, kernels.
+"""Operators ``torch.ops.torch_kvq.*``: schema (``schemas.py``), naive references (``reference.py``,
+``sparse_reference.py``), fakes, kernels.
 
 The reference serves every device for which no kernel was loaded; ``torch_kvq.backends.report()`` says which runs.
 """
 
 import torch
 
-from . import fakes, reference, schemas
+from . import fakes, reference, schemas, sparse_reference
 
 _reference_library = torch.library.Library(schemas.NAMESPACE, "IMPL")
 for _name in schemas.NAMES:
-    _reference_library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+    _module = reference if hasattr(reference, _name) else sparse_reference
+    _reference_library.impl(_name, getattr(_module, _name), "CompositeExplicitAutograd")
 
 rotate = torch.ops.torch_kvq.rotate.default
 encode = torch.ops.torch_kvq.encode.default
@@ -18,5 +20,12 @@ attend = torch.ops.torch_kvq.attend.default
 qk = torch.ops.torch_kvq.qk.default
 pv = torch.ops.torch_kvq.pv.default
 merge = torch.ops.torch_kvq.merge.default
+quantise_query = torch.ops.torch_kvq.quantise_query.default
+index_keys = torch.ops.torch_kvq.index_keys.default
+sign_scores = torch.ops.torch_kvq.sign_scores.default
+top_p_select = torch.ops.torch_kvq.top_p_select.default
+qk_selected = torch.ops.torch_kvq.qk_selected.default
+attend_selected = torch.ops.torch_kvq.attend_selected.default
+gather_selected = torch.ops.torch_kvq.gather_selected.default
 
-__all__ = ["attend", "decode", "encode", "fakes", "merge", "pv", "qk", "reference", "rotate", "schemas"]
+__all__ = [*schemas.NAMES, "fakes", "reference", "schemas", "sparse_reference"]
