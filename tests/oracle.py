@@ -12,7 +12,7 @@ from transformers import Cache
 from torch_kvq import IsoQuantCache
 from torch_kvq._requirements import cache_keyword
 from torch_kvq.attention.handle import KVHandle
-from torch_kvq.caches.layer import IsoQuantLayer
+from torch_kvq.caches.isoquant_layer import IsoQuantLayer
 
 
 def _dense_update(layer: IsoQuantLayer, *args, **kwargs):

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from torch_kvq import IsoQuantCache
 from torch_kvq._requirements import cache_keyword
-from torch_kvq.caches.layer import IsoQuantLayer
+from torch_kvq.caches.isoquant_layer import IsoQuantLayer
 
 pytestmark = pytest.mark.versions
 

@@ -7,6 +7,7 @@ check_requirements()
 from . import backends, ops  # noqa: E402
 from .attention import interface  # noqa: E402
 from .caches.isoquant import IsoQuantCache  # noqa: E402
+from .caches.rabitq import RaBitQSparseCache  # noqa: E402
 from .experts import ExpertOffloadHook, fit, load_with_expert_offload, offload_experts, plan_bits  # noqa: E402
 
 backends.native.load()
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ExpertOffloadHook",
     "IsoQuantCache",
+    "RaBitQSparseCache",
     "backends",
     "fit",
     "load_with_expert_offload",

@@ -4,6 +4,7 @@ Buffers are written in place beyond their length and replaced when they grow, so
 that was taken earlier stays valid.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -12,8 +13,6 @@ from . import ops
 from .codecs.isoquant import IsoQuantConfig
 from .layout import PACKED_FIELDS, key_shapes, round_up, value_shapes
 
-_PER_TOKEN = ("sign", "mag", "scale")
-_PER_SEQUENCE = ("centre", "balance")
 _GROWTH_SHARE = 128
 _LEAST_ROOM = 256
 
@@ -34,7 +33,77 @@ def normal(x: torch.Tensor) -> torch.Tensor:
     return empty(x.shape, x.dtype, x.device).copy_(x) if x.is_inference() else x
 
 
-class PackedStore:
+def optional(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """``x`` for an operator, in which an empty vector stands for a part that is absent."""
+    return empty((0,), torch.float32, device) if x is None else normal(x.contiguous())
+
+
+@functools.cache
+def no_tokens(batch: int, heads: int, head_dim: int, along_tokens: bool, device: torch.device) -> list[torch.Tensor]:
+    """The nine tensors of a store without tokens, for operators that shall read exact tokens alone."""
+    return PackedStore(IsoQuantConfig(rotation="none"), along_tokens, batch, heads, head_dim, device).tensors()
+
+
+class TokenBuffers:
+    """Tensors ``[B, H, C, ...]`` with the same capacity of ``C`` tokens (or ``C / 32`` rows), of which ``length`` are in use.
+
+    Subclasses say in ``token_tensors`` which there are, by name, with shape and dtype, and name in ``per_sequence`` others that
+    have a batch dim.
+    """
+
+    per_sequence: tuple[str, ...] = ()
+
+    def __init__(self, batch: int, heads: int, device: torch.device, capacity: int) -> None:
+        self.length, self.capacity, self.device = 0, round_up(capacity), device
+        for name, (shape, dtype) in self.token_tensors(batch, heads, self.capacity).items():
+            setattr(self, name, self.make(shape, dtype))
+
+    def token_tensors(self, batch: int, heads: int, capacity: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        raise NotImplementedError
+
+    def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor of this store."""
+        return empty(shape, dtype, self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of tokens, unused capacity included."""
+        return sum(getattr(self, name).nbytes for name in self.token_tensors(1, 1, 0))
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for ``tokens`` in all, one buffer at a time."""
+        if tokens <= self.capacity:
+            return
+        self.changed()  # what a subclass remembers would keep the old buffers
+        used, self.capacity = round_up(self.length), grown(tokens)
+        batch, heads = getattr(self, next(iter(self.token_tensors(1, 1, 0)))).shape[:2]
+        for name, (shape, dtype) in self.token_tensors(batch, heads, self.capacity).items():
+            new, old = self.make(shape, dtype), getattr(self, name)
+            rows = used * shape[2] // self.capacity
+            new[:, :, :rows] = old[:, :, :rows]
+            setattr(self, name, new)
+
+    def drop_last(self, tokens: int) -> None:
+        """Forgets the last ``tokens``."""
+        self.length -= tokens
+
+    def changed(self) -> None:
+        """Called before tensors are replaced."""
+
+    def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every tensor with a batch dim by ``function`` of it (reorder, repeat, select)."""
+        self.changed()
+        for name in (*self.token_tensors(1, 1, 0), *self.per_sequence):
+            tensor = getattr(self, name)
+            if tensor.ndim > 1:  # an absent part is an empty vector; a store without a token yet has a batch too
+                setattr(self, name, self.own(function(tensor)))
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` as one that this store may write to."""
+        return normal(tensor)
+
+
+class PackedStore(TokenBuffers):
     """Packed vectors ``[B, H, length, D]`` of one codec in the format of ``layout.py``.
 
     Args:
@@ -44,6 +113,8 @@ class PackedStore:
         centre, balance: ``[B, H, D]`` float32 or ``None``, frozen for the life of the store.
         capacity: tokens to make room for at once.
     """
+
+    per_sequence = ("centre", "balance")
 
     def __init__(
         self,
@@ -57,16 +128,16 @@ class PackedStore:
         balance: torch.Tensor | None = None,
         capacity: int = 0,
     ) -> None:
-        self.config, self.along_tokens, self.head_dim, self.length = config, along_tokens, head_dim, 0
-        nothing = empty((0,), torch.float32, device)
-        self.centre = nothing if centre is None else normal(centre.contiguous())
-        self.balance = nothing if balance is None else normal(balance.contiguous())
+        self.config, self.along_tokens, self.head_dim = config, along_tokens, head_dim
+        self.centre, self.balance = (optional(x, device) for x in (centre, balance))
         self.levels = config.levels(head_dim, device)
         self.signs, self.blocks, self.matrix = config.make_rotation(head_dim, device).tensors()
-        self._shapes = value_shapes if along_tokens else key_shapes
-        for name, shape in self._shapes(batch, heads, round_up(capacity), head_dim, config.bits).items():
-            setattr(self, name, empty(shape, torch.float16 if name == "scale" else torch.int32, device))
         self._tensors: list[torch.Tensor] | None = None
+        super().__init__(batch, heads, device, capacity)
+
+    def token_tensors(self, batch: int, heads: int, capacity: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        shapes = (value_shapes if self.along_tokens else key_shapes)(batch, heads, capacity, self.head_dim, self.config.bits)
+        return {name: (shape, torch.float16 if name == "scale" else torch.int32) for name, shape in shapes.items()}
 
     def tensors(self) -> list[torch.Tensor]:
         """The nine tensors an operator takes, in the order of ``layout.PACKED_FIELDS``; the same list until one is replaced."""
@@ -74,24 +145,8 @@ class PackedStore:
             self._tensors = [getattr(self, name) for name in PACKED_FIELDS]
         return self._tensors
 
-    @property
-    def capacity(self) -> int:
-        return self.scale.shape[2]
-
-    def reserve(self, tokens: int) -> None:
-        """Makes room for ``tokens`` in all, one buffer at a time."""
-        if tokens <= self.capacity:
-            return
-        self._tensors = None  # it would keep the old buffers
-        batch, heads = self.scale.shape[:2]
-        used = round_up(self.length)
-        shapes = self._shapes(batch, heads, grown(tokens), self.head_dim, self.config.bits)
-        for name, shape in shapes.items():
-            old = getattr(self, name)
-            new = empty(shape, old.dtype, old.device)
-            rows = used * new.shape[2] // shapes["scale"][2]
-            new[:, :, :rows] = old[:, :, :rows]
-            setattr(self, name, new)
+    def changed(self) -> None:
+        self._tensors = None
 
     def append(self, x: torch.Tensor) -> None:
         """Encodes ``x [B, H, N, D]`` behind the last token."""
@@ -107,14 +162,6 @@ class PackedStore:
         out = torch.empty((batch, heads, stop - start, self.head_dim), dtype=dtype, device=self.scale.device)
         ops.decode(self.tensors(), self.along_tokens, start, out)
         return out
-
-    def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor with a batch dim by ``function`` of it (reorder, repeat, select)."""
-        self._tensors = None
-        for name in _PER_TOKEN + _PER_SEQUENCE:
-            tensor = getattr(self, name)
-            if tensor.ndim > 1:  # an absent part is an empty vector; a store without a token yet has a batch too
-                setattr(self, name, normal(function(tensor)))
 
 
 def _room_for(tokens: int, room: int) -> int:

@@ -64,12 +64,21 @@ class Pieces:
         exact = self.exact_keys if role == "k" else self.exact_values
         if not self.is_packed:
             return exact
-        self.layer.stats.count_decompress(self.length)
-        body = torch.empty((*exact.shape[:2], self.length, exact.shape[3]), dtype=exact.dtype, device=exact.device)
-        along_tokens = role == "v" and not self.layer.is_latent  # a latent's rope keys are packed as keys
-        ops.decode(self.keys if role == "k" else self.values, along_tokens, 0, body)
-        stored = torch.cat([exact[:, :, : self.num_sinks], body, exact[:, :, self.num_sinks :]], 2)
+        stored = torch.cat([exact[:, :, : self.num_sinks], self.body(role), exact[:, :, self.num_sinks :]], 2)
         return stored if self.order is None else self.order.to_sequence(stored, 2)
+
+    def body(self, role: str) -> torch.Tensor:
+        """Keys or values that are not in ``exact_keys`` and ``exact_values``, dense, ``[B, H, length, D]``."""
+        along_tokens = role == "v" and not self.layer.is_latent  # a latent's rope keys are packed as keys
+        return self.decoded(role, along_tokens, 0, self.length)
+
+    def decoded(self, role: str, along_tokens: bool, start: int, stop: int) -> torch.Tensor:
+        """Packed keys or values ``start .. stop``, rebuilt and counted."""
+        like = self.exact_keys if role == "k" else self.exact_values
+        self.layer.stats.count_decompress(stop - start)
+        out = torch.empty((*like.shape[:2], stop - start, like.shape[3]), dtype=like.dtype, device=like.device)
+        ops.decode(self.keys if role == "k" else self.values, along_tokens, start, out)
+        return out
 
     def attend(
         self,
@@ -95,21 +104,22 @@ class Pieces:
         Returns:
             ``out [B, Hq, M, Dv]`` in the dtype of ``query`` and ``lse [B, Hq, M]`` float32.
         """
-        query = _operand("query", query)
+        query = operand("query", query)
         batch, heads, tokens = query.shape[:3]
         values = self.exact_values if self.values else self.exact_keys
         value_dim = values.shape[-1]
         out = torch.empty_like(query) if value_dim == query.shape[-1] else query.new_empty((batch, heads, tokens, value_dim))
         lse = query.new_empty((batch, heads, tokens), dtype=torch.float32) if lse is None else lse
         if mask is not None:
-            mask = self._stored_mask(mask, (batch, heads, tokens, self.num_tokens))
+            mask = self.stored_mask(mask, (batch, heads, tokens, self.num_tokens))
         ops.attend(
             query, self.keys, self.values, self.exact_keys, values, mask, sink_logits,
             start, self.length, self.num_sinks, scale, softcap, out, lse,
         )  # fmt: skip
         return out, lse
 
-    def _stored_mask(self, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def stored_mask(self, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """``mask`` in stored order, bool or float32, expanded to ``shape [B, Hq, M, T]``."""
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise ValueError(f"attn_mask must be bool (True = attend) or float (added), got {mask.dtype}")
         if mask.dtype not in (torch.bool, torch.float32):
@@ -120,14 +130,14 @@ class Pieces:
 
     def scores(self, query: torch.Tensor) -> torch.Tensor:
         """``query @ keys^T`` in sequence order, ``[B, Hq, M, T]`` in the dtype of ``query``."""
-        query = _operand("query", query)
+        query = operand("query", query)
         out = torch.empty((*query.shape[:3], self.num_tokens), dtype=query.dtype, device=query.device)
         ops.qk(query, self.keys, self.exact_keys, self.length, self.num_sinks, out)
         return out if self.order is None else self.order.to_sequence(out, 3)
 
     def weighted_values(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights @ values`` for ``weights [B, Hq, M, T]`` in sequence order: ``[B, Hq, M, Dv]``."""
-        weights = _operand("attention weights", weights)
+        weights = operand("attention weights", weights)
         if self.order is not None:
             weights = self.order.to_stored(weights, 3)
         out = torch.empty((*weights.shape[:3], self.exact_values.shape[-1]), dtype=weights.dtype, device=weights.device)
@@ -135,7 +145,7 @@ class Pieces:
         return out
 
 
-def _operand(name: str, x: torch.Tensor) -> torch.Tensor:
+def operand(name: str, x: torch.Tensor) -> torch.Tensor:
     """``x`` with a contiguous last dim, refused where a gradient would have to flow back through an operator."""
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} must not require gradients: a packed cache cannot be trained through; use no_grad")

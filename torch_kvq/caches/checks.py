@@ -10,7 +10,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_states(layer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-    """Raises ``ValueError`` for states that ``layer`` cannot take; see ``IsoQuantLayer.update``.
+    """Raises ``ValueError`` for states that ``layer`` cannot take; see ``CompressedLayer.update``.
 
     States of the form that it took last, as in every decode step, are looked at for gradients and numbers only.
     """

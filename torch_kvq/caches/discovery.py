@@ -2,30 +2,32 @@
 
 import sys
 import weakref
+from collections.abc import Callable
 
 import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from .hybrid import IsoQuantHybridLayer
-from .layer import IsoQuantLayer
-from .settings import IsoQuantSettings
-from .stats import CacheStats
-
 _MAX_FRAMES = 48
 
 
-def make_layers(config: PreTrainedConfig, settings: IsoQuantSettings, stats: CacheStats) -> list:
-    """The layers that ``DynamicCache(config)`` has, with full attention packed and every other kind left as it is."""
+def make_layers(config: PreTrainedConfig, full: Callable, hybrid: Callable) -> list:
+    """The layers that ``DynamicCache(config)`` has, of which other ones take the place of full attention.
+
+    Args:
+        config: of the model or of its text part.
+        full: makes the layer ``full(index, latent_rank)``, ``None`` to leave it as it is.
+        hybrid: makes the layer ``hybrid(index, number_of_states)`` for full attention beside linear attention.
+    """
     decoder = config.get_text_config(decoder=True)
     rank, crossed = getattr(decoder, "kv_lora_rank", None), getattr(decoder, "cross_attention_layers", None) or ()
     layers = []
     for index, layer in enumerate(DynamicCache(config=decoder).layers):
         if type(layer) is DynamicLayer and index not in crossed:  # those hold an image, not the text
-            layer = IsoQuantLayer(settings, stats, index, rank)
+            layer = full(index, rank) or layer
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
-            layer = IsoQuantHybridLayer(settings, stats, index, layer.number_of_states)
+            layer = hybrid(index, layer.number_of_states)
         layers.append(layer)
     return layers
 

@@ -1,4 +1,4 @@
-"""One full-attention layer: exact tokens, then sinks, packed body and recent window.
+"""One full-attention layer of a compressed cache: exact tokens, then sinks, body and recent window.
 
 Life of a layer: tokens arrive by ``update`` and are exact. When its attention call has been answered, whatever is older
 than the window is packed, in blocks of at least ``flush_len`` tokens; the first time, sinks are set apart, padding found
@@ -8,39 +8,35 @@ and the statistics learnt. In deferred mode (chunked prompts) nothing is packed 
 import operator
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from ..attention import mla  # noqa: F401  registers the handlers of latent attention
 from ..attention.handle import KVHandle
 from ..attention.order import TokenOrder, leading_padding, sinks_first
 from ..attention.pieces import Pieces
-from ..codecs.statistics import QueryMoments, channel_balance, masked_mean, second_moment
-from ..store import ExactStore, PackedStore, empty
+from ..codecs.statistics import QueryMoments
+from ..store import ExactStore, TokenBuffers, empty
 from .checks import check_states
-from .settings import IsoQuantSettings
+from .settings import LayerSettings
 from .stats import CacheStats
 
-MIN_STATISTICS_LEN = 64
 SHORT_QUERY_LEN = 32
 _HIDDEN = -1e8  # an additive mask from here down hides a token; position biases stay far above
 
 
-class IsoQuantLayer(CacheLayerMixin):
-    """A cache layer with packed keys and values.
+class CompressedLayer(CacheLayerMixin):
+    """A cache layer whose older tokens are in a body: stores of keys and of values that a subclass opens and answers from.
 
     Args:
         settings, stats: shared by the layers of a cache.
         index: place in the model, for messages.
-        latent_rank: ``kv_lora_rank`` of a model with latent attention (MLA); its "keys" are then the latent, which is key
-            and value at once, and its "values" the rope key.
     """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, settings: IsoQuantSettings, stats: CacheStats, index: int = 0, latent_rank: int | None = None) -> None:
-        self.settings, self.stats, self.index, self.latent_rank = settings, stats, index, latent_rank
+    def __init__(self, settings: LayerSettings, stats: CacheStats, index: int = 0) -> None:
+        self.settings, self.stats, self.index = settings, stats, index
         self.deferred = settings.prefill == "deferred"
         self.record_past = False
         self._transient = 0
@@ -49,13 +45,13 @@ class IsoQuantLayer(CacheLayerMixin):
     def _clear(self) -> None:
         self.is_initialized, self.is_latent, self.decoding = False, False, False
         self.exact = ExactStore()
-        self.keys_store: PackedStore | None = None
-        self.values_store: PackedStore | None = None
+        self.keys_store: TokenBuffers | None = None
+        self.values_store: TokenBuffers | None = None
         self.order: TokenOrder | None = None
-        self.moments: QueryMoments | None = QueryMoments() if self.settings.balance else None
+        self.moments: QueryMoments | None = QueryMoments() if self.learns_queries else None
         self._pending_query: torch.Tensor | None = None
         self._visible: torch.Tensor | None = None
-        self._fresh_len = 0
+        self.fresh_len = 0
         self.accepted_form: tuple | None = None
         self._step: tuple | None = None
         self._lse: torch.Tensor | None = None
@@ -65,10 +61,6 @@ class IsoQuantLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        rank = self.latent_rank
-        self.is_latent = rank is not None and key_states.shape[1] == 1 and key_states.shape[-1] == rank
-        if self.is_latent:
-            self.moments = None
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -87,14 +79,14 @@ class IsoQuantLayer(CacheLayerMixin):
         if step is not None and fresh == 1:
             place, handles = step
             self.exact.fill(place, key_states, value_states)
-            self.decoding, self._fresh_len = True, 1
+            self.decoding, self.fresh_len = True, 1
             return handles
         if self.exact.length and self._is_due():  # a block is full, or an attention call was never answered
             self._pack()
         short = fresh == 1 or (self.record_past and fresh <= SHORT_QUERY_LEN)
         self.decoding = short and self.exact.length > 0
         self.exact.append(key_states, value_states, self.settings.exact_len)
-        self._fresh_len = fresh
+        self.fresh_len = fresh
         if not self.decoding:
             self._account()
         pieces = self.pieces()
@@ -120,10 +112,29 @@ class IsoQuantLayer(CacheLayerMixin):
     def pieces(self, fresh: int = 0) -> Pieces:
         """A snapshot that can answer queries, ``fresh`` exact tokens included that are yet to be written."""
         exact = self.exact.keys_and_values(self.exact.length + fresh)
-        keys, values = self.keys_store, self.values_store
-        if keys is None:
-            return Pieces(*exact, [], [], 0, 0, None, self)
-        return Pieces(*exact, keys.tensors(), values.tensors(), keys.length, self.settings.num_sinks, self.order, self)
+        return Pieces(*exact, [], [], 0, 0, None, self) if self.keys_store is None else self.pieces_with_body(exact)
+
+    # ---- what a subclass defines
+
+    @property
+    def learns_queries(self) -> bool:
+        """Whether the body needs statistics of the queries."""
+        return self.settings.balance
+
+    def pieces_with_body(self, exact: tuple[torch.Tensor, torch.Tensor]) -> Pieces:
+        """A snapshot with these exact keys and values."""
+        raise NotImplementedError
+
+    def open_stores(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, capacity: int) -> None:
+        """Sets ``keys_store`` and ``values_store``, with room for ``capacity`` tokens, and learns from exact tokens without the
+        sinks: ``keys [B, H, N, D]``, ``values [B, H, N, Dv]``, which count where ``valid [B, N]`` (all if ``None``)."""
+        raise NotImplementedError
+
+    def reason(self) -> str:
+        """What the layer does, for the report."""
+        raise NotImplementedError
+
+    # ---- state
 
     @property
     def num_sinks(self) -> int:
@@ -195,8 +206,8 @@ class IsoQuantLayer(CacheLayerMixin):
         query, self._pending_query = self._pending_query, None
         if query is not None and self.keys_store is None and self.moments is not None:
             valid = None
-            if self._visible is not None and query.shape[2] == self._fresh_len == self.exact.length:
-                valid = self._visible[:, -self._fresh_len :]
+            if self._visible is not None and query.shape[2] == self.fresh_len == self.exact.length:
+                valid = self._visible[:, -self.fresh_len :]
             self.moments.add(query, self.exact.keys.shape[1], valid)
         spare = SHORT_QUERY_LEN if self.record_past else 0  # drafts that may be taken back: the window is what is left then
         if (not packed or self.exact.length > self.settings.exact_len + spare) and self._is_due(spare):
@@ -211,8 +222,7 @@ class IsoQuantLayer(CacheLayerMixin):
         settings = self.settings
         if self.keys_store is not None:
             return self.exact.length >= settings.exact_len + spare
-        waiting = max(settings.window_len + settings.flush_len, MIN_STATISTICS_LEN) + spare
-        return self.exact.length - settings.num_sinks >= waiting
+        return self.exact.length - settings.num_sinks >= settings.least_len + spare
 
     def _pack(self, spare: int = 0) -> None:
         """Packs all but the sinks, the window and ``spare`` tokens more."""
@@ -231,7 +241,7 @@ class IsoQuantLayer(CacheLayerMixin):
         self._account()
 
     def _learn(self) -> None:
-        """Opens the stores: finds sinks and padding, brings the exact tokens into stored order, learns centre and balance."""
+        """Opens the stores: finds sinks and padding, brings the exact tokens into stored order, learns from them."""
         keys, values = self.exact.keys, self.exact.values
         settings, tokens = self.settings, keys.shape[2]
         valid = self._visible
@@ -244,22 +254,8 @@ class IsoQuantLayer(CacheLayerMixin):
             valid = self.order.to_stored(valid, 1)
         body = slice(settings.num_sinks, None)
         valid = None if valid is None else valid[:, body]
-        query_moment = self.moments.mean() if self.moments is not None else None
-        capacity = tokens - settings.num_sinks - settings.window_len
-        balance = settings.balance and not self.is_latent
-        self.keys_store = self._open(keys[:, :, body], valid, query_moment, settings.center, balance, True, capacity)
-        if self.is_latent:
-            self.values_store = self._open(values[:, :, body], valid, None, settings.center, settings.balance, True, capacity)
-        else:
-            self.values_store = self._open(values[:, :, body], valid, None, False, False, False, capacity)
+        self.open_stores(keys[:, :, body], values[:, :, body], valid, tokens - settings.num_sinks - settings.window_len)
         self.moments = self._visible = None
-
-    def _open(self, x, valid, query_moment, center, balance, is_key, capacity) -> PackedStore:
-        centre = masked_mean(x, valid) if center else None
-        balance = channel_balance(second_moment(x, centre, valid), query_moment) if balance else None
-        codec = self.settings.key_codec if is_key else self.settings.value_codec
-        batch, heads, _, dim = x.shape
-        return PackedStore(codec, not is_key, batch, heads, dim, x.device, centre, balance, capacity)
 
     # ---- shrinking and batches
 
@@ -285,7 +281,7 @@ class IsoQuantLayer(CacheLayerMixin):
             self.exact.length -= recent
             if remove > recent:
                 for store in (self.keys_store, self.values_store):
-                    store.length -= remove - recent
+                    store.drop_last(remove - recent)
         self._account()
 
     def _unpack(self, tokens: int) -> None:
@@ -324,6 +320,11 @@ class IsoQuantLayer(CacheLayerMixin):
         transient = self.exact.length * self.exact.token_bytes if waiting else 0
         self.stats.add_transient(transient - self._transient)
         self._transient = transient
+
+
+def is_plain(layer) -> bool:
+    """Whether ``layer`` is compressed and holds nothing else, so that it can give tokens back."""
+    return isinstance(layer, CompressedLayer) and not isinstance(layer, LinearAttentionLayer)
 
 
 def check_crop(tokens_to_remove: int, length: int, index: int) -> int:

@@ -5,17 +5,18 @@ import weakref
 from transformers.cache_utils import LinearAttentionLayer
 
 from .discovery import is_in_a_model, module_of_caller
-from .layer import IsoQuantLayer
+from .layer import CompressedLayer, is_plain
 
 
 class Ownership:
-    """Watches the calls of ``update`` for a second model and for forwards that failed midway.
+    """Watches the calls of ``update`` of a cache class ``name`` for a second model and for forwards that failed midway.
 
     A forward goes through the layers upwards, so a call that does not go up begins another forward, or is a second
     attention module of the same layer (cross-attention): only then, and at first, are the calling frames looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._owners: dict[int, weakref.ref] = {}
         self._last = -1
         self._is_broken = False
@@ -42,7 +43,7 @@ class Ownership:
             raise ValueError(
                 f"past_key_values must serve one model: layer {index} holds {length} tokens of another attention module "
                 f"than this {type(module()).__name__}. Call reset() or use a new cache; an encoder-decoder model needs "
-                "EncoderDecoderCache(IsoQuantCache(), DynamicCache())"
+                f"EncoderDecoderCache({self._name}(), DynamicCache())"
             )
         self._owners[index] = module
 
@@ -64,16 +65,14 @@ class Ownership:
         """
         failed = first < len(layers) and layers[first].get_seq_length() > length and is_in_a_model()
         for index, layer in enumerate(layers):
-            if type(layer) is IsoQuantLayer:
-                continue
             if isinstance(layer, LinearAttentionLayer):
                 self._is_broken |= failed
-            elif not isinstance(layer, IsoQuantLayer):
+            elif not isinstance(layer, CompressedLayer):
                 expected = length + fresh if index < first else length
                 self._is_broken |= getattr(layer, "cumulative_length", expected) != expected
         self.check_whole()
         for layer in layers if failed else ():
-            if isinstance(layer, IsoQuantLayer):
+            if isinstance(layer, CompressedLayer):
                 layer.crop(min(length - layer.get_seq_length(), 0))
 
     def breaks(self, layers: list, index: int, length: int) -> bool:
@@ -81,7 +80,7 @@ class Ownership:
 
         They keep no record of how they were before. A cache of ``length`` 0 can start over, another one is broken.
         """
-        others = any(type(layer) is not IsoQuantLayer for layer in layers[:index])
+        others = any(not is_plain(layer) for layer in layers[:index])
         others |= index < len(layers) and isinstance(layers[index], LinearAttentionLayer)
         self._is_broken |= others and length > 0
         return others

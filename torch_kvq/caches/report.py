@@ -5,7 +5,7 @@ from collections import Counter
 
 import torch
 
-from .layer import IsoQuantLayer
+from .layer import CompressedLayer
 
 _REASONS = {
     "DynamicLayer": "full attention, exact",
@@ -46,7 +46,7 @@ def _storages(*roots) -> dict[tuple[torch.device, int], int]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow:
-    """One layer: class name, what it does, tokens in all, packed and exact tokens, bytes that no other layer uses."""
+    """One layer: class name, what it does, tokens in all, those packed or indexed, exact ones, bytes that no other layer uses."""
 
     index: int
     kind: str
@@ -97,23 +97,12 @@ class CacheReport:
 
 def _row(index: int, layer, num_bytes: int) -> LayerRow:
     kind = type(layer).__name__
-    if isinstance(layer, IsoQuantLayer):
+    if isinstance(layer, CompressedLayer):
         exact = layer.exact.length
         total = layer.get_seq_length()
-        return LayerRow(index, kind, _packed_reason(layer), total, total - exact, exact, num_bytes)
+        return LayerRow(index, kind, layer.reason(), total, total - exact, exact, num_bytes)
     length = getattr(layer, "get_seq_length", None)
     total = length() if length is not None and getattr(layer, "is_initialized", False) else 0
     keys = getattr(layer, "keys", None)
     exact = keys.shape[-2] if isinstance(keys, torch.Tensor) and keys.dim() == 4 else 0
     return LayerRow(index, kind, _REASONS.get(kind, "the model's own"), total, 0, exact, num_bytes)
-
-
-def _packed_reason(layer: IsoQuantLayer) -> str:
-    if not layer.is_initialized:
-        return "full attention, empty"
-    bits = f"K{layer.settings.k_bits} V{layer.settings.v_bits}"
-    if layer.is_latent:
-        bits = f"latent and rope key K{layer.settings.k_bits}"
-    if layer.keys_store is None:
-        return f"full attention, {bits}, nothing older than the window yet"
-    return f"full attention, {bits}"

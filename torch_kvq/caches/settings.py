@@ -1,13 +1,17 @@
-"""The options of a compressed cache, checked once."""
+"""The options of the caches, checked once."""
 
 import dataclasses
 import functools
 
 from ..codecs.codebook import check_bits
 from ..codecs.isoquant import IsoQuantConfig
-from ..codecs.rotation import MAX_SEED
+from ..codecs.rabitq import RaBitQConfig
+from ..codecs.rotation import MAX_SEED, check_kind
 
 PREFILL_MODES = ("auto", "layerwise", "deferred")
+STORES = ("exact", "isoquant", "host")
+SELECTIONS = ("group", "head")
+MIN_STATISTICS_LEN = 64
 
 
 def check_count(name: str, value: int, least: int) -> None:
@@ -16,27 +20,33 @@ def check_count(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class IsoQuantSettings:
-    """See :class:`torch_kvq.IsoQuantCache` for what each option means."""
+def check_flag(name: str, value: bool) -> None:
+    """Raises ``ValueError`` unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
-    k_bits: int
-    v_bits: int
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSettings:
+    """The options that all compressed caches share; see :class:`torch_kvq.IsoQuantCache` for what each means."""
+
     num_sinks: int
     window_len: int
     flush_len: int
     rotation: str
     balance: bool
     center: bool
-    k_scale: str
-    v_scale: str
     seed: int
     prefill: str
     defer_limit: int
 
     def __post_init__(self) -> None:
-        check_bits("k_bits", self.k_bits)
-        check_bits("v_bits", self.v_bits)
         check_count("num_sinks", self.num_sinks, 0)
         check_count("flush_len", self.flush_len, 1)
         check_count("window_len", self.window_len, 0)
@@ -45,15 +55,39 @@ class IsoQuantSettings:
         if self.seed > MAX_SEED:
             raise ValueError(f"seed must be at most 2**31 - 1, got {self.seed}")
         for name in ("balance", "center"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         if self.window_len < self.flush_len:
             raise ValueError(
                 f"window_len must be at least flush_len ({self.flush_len}), one flush block, got {self.window_len}"
             )
-        if self.prefill not in PREFILL_MODES:
-            raise ValueError(f"prefill must be one of {', '.join(PREFILL_MODES)}, got {self.prefill!r}")
-        self.key_codec, self.value_codec  # noqa: B018  checks rotation and scales
+        check_choice("prefill", self.prefill, PREFILL_MODES)
+        check_kind("rotation", self.rotation)
+
+    @functools.cached_property
+    def exact_len(self) -> int:
+        """Exact tokens a layer holds at most once it is packed: sinks, window and one block that waits."""
+        return self.num_sinks + self.window_len + self.flush_len
+
+    @property
+    def least_len(self) -> int:
+        """Tokens behind the sinks without which nothing is packed."""
+        return max(self.window_len + self.flush_len, MIN_STATISTICS_LEN)
+
+
+@dataclasses.dataclass(frozen=True)
+class IsoQuantSettings(LayerSettings):
+    """See :class:`torch_kvq.IsoQuantCache` for what each option means."""
+
+    k_bits: int
+    v_bits: int
+    k_scale: str
+    v_scale: str
+
+    def __post_init__(self) -> None:
+        check_bits("k_bits", self.k_bits)
+        check_bits("v_bits", self.v_bits)
+        super().__post_init__()
+        self.key_codec, self.value_codec  # noqa: B018  checks scales
 
     @property
     def key_codec(self) -> IsoQuantConfig:
@@ -63,7 +97,48 @@ class IsoQuantSettings:
     def value_codec(self) -> IsoQuantConfig:
         return IsoQuantConfig(self.v_bits, self.rotation, self.v_scale, self.seed)
 
-    @functools.cached_property
-    def exact_len(self) -> int:
-        """Exact tokens a layer holds at most once it is packed: sinks, window and one block that waits."""
-        return self.num_sinks + self.window_len + self.flush_len
+
+@dataclasses.dataclass(frozen=True)
+class RaBitQSettings(LayerSettings):
+    """See :class:`torch_kvq.RaBitQSparseCache` for what each option means."""
+
+    top_p: float
+    min_dense_len: int
+    store: str
+    selection: str
+    max_selected: int | None
+    refine: bool
+    widening: bool
+    audit: bool
+    k_bits: int
+    v_bits: int
+
+    def __post_init__(self) -> None:
+        check_bits("k_bits", self.k_bits)
+        check_bits("v_bits", self.v_bits)
+        super().__post_init__()
+        if isinstance(self.top_p, bool) or not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, a share of attention, got {self.top_p!r}")
+        check_count("min_dense_len", self.min_dense_len, 0)
+        check_choice("store", self.store, STORES)
+        check_choice("selection", self.selection, SELECTIONS)
+        if self.max_selected is not None:
+            check_count("max_selected", self.max_selected, 1)
+        for name in ("refine", "widening", "audit"):
+            check_flag(name, getattr(self, name))
+
+    @property
+    def least_len(self) -> int:
+        return max(super().least_len, self.min_dense_len - self.num_sinks)
+
+    @property
+    def index_config(self) -> RaBitQConfig:
+        return RaBitQConfig(self.rotation, self.seed)
+
+    @property
+    def key_codec(self) -> IsoQuantConfig:
+        return IsoQuantConfig(self.k_bits, self.rotation, "unbiased", self.seed)
+
+    @property
+    def value_codec(self) -> IsoQuantConfig:
+        return IsoQuantConfig(self.v_bits, self.rotation, "mse", self.seed)

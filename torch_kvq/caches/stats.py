@@ -29,6 +29,7 @@ class CacheStats:
     fallback_reasons: dict[str, int] = dataclasses.field(default_factory=dict)
     transient_bytes: int = 0
     peak_transient_bytes: int = 0
+    owner: str = dataclasses.field(default="IsoQuantCache", repr=False)
     _has_warned: bool = dataclasses.field(default=False, repr=False)
 
     def count_decompress(self, tokens: int) -> None:
@@ -48,7 +49,7 @@ class CacheStats:
             return
         self._has_warned = True
         warnings.warn(
-            f"IsoQuantCache rebuilds packed tokens for {next(iter(self.fallback_reasons))}(), which has no packed form: right, "
+            f"{self.owner} rebuilds packed tokens for {next(iter(self.fallback_reasons))}(), which has no packed form: right, "
             "but slow. Use the attention implementation sdpa, eager or kvq; cache.stats.fallback_reasons counts such calls.",
             stacklevel=2,
         )
@@ -60,7 +61,7 @@ class CacheStats:
     def clear(self) -> None:
         """Sets every count to zero; bytes that still wait stay counted."""
         waiting, warned = self.transient_bytes, self._has_warned
-        self.__init__(_has_warned=warned)
+        self.__init__(owner=self.owner, _has_warned=warned)
         self.add_transient(waiting)
 
     def __str__(self) -> str:

@@ -46,7 +46,7 @@ def _log_moment(moment: torch.Tensor) -> torch.Tensor:
 
 
 class QueryMoments:
-    """Running second moments of the queries that a layer has seen, per kv head.
+    """Running first and second moments of the queries that a layer has seen, per kv head.
 
     Once every sequence has seen ``enough_tokens``, padding not counted, nothing is added any more.
     """
@@ -55,6 +55,7 @@ class QueryMoments:
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None
+        self.sum: torch.Tensor | None = None
         self.count: torch.Tensor | float = 0.0
         self.tokens = 0
 
@@ -62,26 +63,36 @@ class QueryMoments:
         """Adds ``queries [B, G * H, M, D]``, of which token ``m`` of a sequence counts where ``valid [B, M]``."""
         if self.tokens >= self.enough_tokens:
             return
-        square = queries.detach().float().square().unflatten(1, (heads, -1)).mean(2)  # [B, H, M, D]
+        grouped = queries.detach().float().unflatten(1, (heads, -1))
+        first, square = grouped.mean(2), grouped.square().mean(2)  # [B, H, M, D]
         if valid is None:
-            total, tokens = square.sum(-2), square.shape[-2]
+            first, total, tokens = first.sum(-2), square.sum(-2), square.shape[-2]
             count = float(tokens)
         else:
-            total, tokens = (square * valid[:, None, :, None]).sum(-2), int(valid.sum(-1).min())
+            seen = valid[:, None, :, None]
+            first, total, tokens = (first * seen).sum(-2), (square * seen).sum(-2), int(valid.sum(-1).min())
             count = valid.sum(-1).float()[:, None, None]
+        self.sum = first if self.sum is None else self.sum + first
         self.total = total if self.total is None else self.total + total
         self.count = self.count + count
         self.tokens += tokens
 
     def mean(self) -> torch.Tensor | None:
         """``E[q_i^2]``, ``[B, H, D]``, or ``None`` if no query was seen. Sequences without one get equal channels."""
-        if self.total is None:
+        return self._mean(self.total)
+
+    def centre(self) -> torch.Tensor | None:
+        """``E[q_i]``, ``[B, H, D]``, or ``None`` if no query was seen; 0 in sequences without one."""
+        return self._mean(self.sum)
+
+    def _mean(self, total: torch.Tensor | None) -> torch.Tensor | None:
+        if total is None:
             return None
-        return self.total / (self.count if isinstance(self.count, float) else self.count.clamp_min(1))
+        return total / (self.count if isinstance(self.count, float) else self.count.clamp_min(1))
 
     def map_batch(self, function) -> None:
         """Applies ``function`` to what has a batch dim (crop, reorder, repeat, select)."""
         if self.total is not None:
-            self.total = function(self.total)
+            self.sum, self.total = function(self.sum), function(self.total)
         if isinstance(self.count, torch.Tensor):
             self.count = function(self.count)

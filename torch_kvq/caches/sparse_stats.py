@@ -1,0 +1,103 @@
+"""Counters of a sparse cache: what was scanned, selected and read."""
+
+import dataclasses
+import warnings
+
+import torch
+
+from .stats import CacheStats
+
+
+@dataclasses.dataclass
+class SparseStats(CacheStats):
+    """What ``CacheStats`` counts, and what selection does. Reading a count that depends on the selection waits for the device.
+
+    Attributes:
+        select_calls: attention calls that selected tokens; the others among ``attend_calls`` read all.
+        scanned_tokens: tokens whose signs were read, summed over calls, sequences and selections (kv heads, or query heads where
+            each selects for itself).
+        index_bytes_read: bytes of the index read for them, and of packed keys by a refined cut.
+        kept_mass: with ``audit``, mean true share of attention that sinks, window and selected tokens held; else ``None``.
+    """
+
+    select_calls: int = 0
+    scanned_tokens: int = 0
+    index_bytes_read: int = 0
+    owner: str = dataclasses.field(default="RaBitQSparseCache", repr=False)
+    _counts: dict = dataclasses.field(default_factory=dict, repr=False)
+    _said_everything: bool = dataclasses.field(default=False, repr=False)
+
+    def count_selection(self, pieces, selection, candidates) -> None:
+        """A call that selected ``selection`` from the body of ``pieces``, by way of ``candidates`` where the cut was refined."""
+        index, batches = pieces.index, selection.count.numel()
+        scanned = batches * pieces.length
+        token = (
+            index.sign.shape[-1] * 4 + index.factor.element_size() + (index.bias.element_size() if index.bias.numel() else 0)
+        )
+        self.select_calls += 1
+        self.scanned_tokens += scanned
+        self.index_bytes_read += scanned * token
+        self._add(selection.count.device, "selected_tokens", selection.count)
+        row = sum(map(row_bytes, (pieces.keys, pieces.values)))
+        self._add(selection.count.device, "selected_bytes", selection.count * row)
+        if candidates is not None:
+            self._add(selection.count.device, "candidate_bytes", candidates.count * row_bytes(pieces.keys))
+
+    def count_kept_mass(self, mass: torch.Tensor) -> None:
+        """True shares ``[B, Hq, M]`` that were kept."""
+        self._add(mass.device, "mass", mass)
+        self._add(mass.device, "mass_rows", torch.ones_like(mass))
+
+    def _add(self, device: torch.device, name: str, x: torch.Tensor) -> None:
+        total = self._counts.get((device, name))
+        if total is None:
+            with torch.inference_mode(False):
+                total = self._counts[device, name] = torch.zeros((), dtype=torch.float64, device=device)
+        total.add_(x.sum(dtype=torch.float64))
+
+    def _sum(self, name: str) -> float:
+        return sum(total.item() for (_, each), total in self._counts.items() if each == name)
+
+    @property
+    def selected_tokens(self) -> int:
+        """Tokens attended to among those scanned."""
+        return int(self._sum("selected_tokens"))
+
+    @property
+    def selected_share(self) -> float:
+        """The budget: selected tokens a scanned token; 0 if none was scanned."""
+        return self.selected_tokens / self.scanned_tokens if self.scanned_tokens else 0.0
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of index, candidates and selected tokens; sinks and window come on top."""
+        return self.index_bytes_read + int(self._sum("selected_bytes") + self._sum("candidate_bytes"))
+
+    @property
+    def kept_mass(self) -> float | None:
+        rows = self._sum("mass_rows")
+        return self._sum("mass") / rows if rows else None
+
+    def warn_of_everything(self) -> None:
+        """Warns, once, if nearly everything was selected so far."""
+        if not self._said_everything and self.select_calls and self.selected_share > 0.9:
+            self._said_everything = True
+            warnings.warn(
+                f"{self.owner} selected {self.selected_share:.0%} of the tokens so far: it reads more than dense attention would. "
+                "Use a smaller top_p or max_selected, or a dense cache for this model.",
+                stacklevel=2,
+            )
+
+    def clear(self) -> None:
+        said = self._said_everything
+        super().clear()
+        self._said_everything = said
+
+    def __str__(self) -> str:
+        names = ("selected_tokens", "selected_share", "bytes_read", "kept_mass")
+        return "\n".join([super().__str__(), *(f"{name:22s} {getattr(self, name)}" for name in names)])
+
+
+def row_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of one token of one head, of one tensor ``[B, H, C, D]`` or of a packed store."""
+    return sum(x[0, 0, 0].numel() * x.element_size() for x in tensors[:3])
