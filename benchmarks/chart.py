@@ -1,6 +1,6 @@
 """Pictures and tables of the committed results: ``python benchmarks/chart.py``.
 
-``benchmarks/results/NAME.json`` of ``generate.py`` and ``attend.py`` is drawn as ``NAME.png``. In the README and in
+``benchmarks/results/NAME.json`` of a benchmark in ``DRAWINGS`` is drawn as ``NAME.png``. In the README and in
 ``benchmarks/results/*.md`` what stands between ``<!-- NAME VIEW: begin -->`` and ``<!-- NAME VIEW: end -->`` is replaced by
 that view of its numbers: ``speed``, ``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (the ``*_tables.py`` of its
 benchmark), or ``chart``, the picture. No figure there is typed by hand.
@@ -16,12 +16,19 @@ import attend_tables
 import experts_tables
 import generate_tables
 import matplotlib
+import recall_tables
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VIEWS = {"attend": attend_tables.views, "generate": generate_tables.views, "experts": experts_tables.views}
+VIEWS = {
+    "attend": attend_tables.views,
+    "generate": generate_tables.views,
+    "experts": experts_tables.views,
+    "recall": recall_tables.views,
+}
+CAPTIONS = {"recall": "mass kept against budget"}  # else speed and bytes against context length
 BLOCK = re.compile(r"(<!-- (\w+) (\w+): begin -->\n).*?(<!-- \2 \3: end -->)", re.DOTALL)
 MISSING = "Not measured yet."
 COLOURS = {"dynamic": "#777777", "quanto": "#4a7ba6", "hqq": "#8a6bb0", "isoquant": "#c8442e"}
@@ -53,7 +60,8 @@ def filled(document: pathlib.Path, results: dict[str, dict], root: pathlib.Path)
             text = MISSING
         elif view == "chart":
             picture = os.path.relpath(results_dir(root) / f"{name}.png", document.parent)
-            text = f"![{name.replace('_', ', ')}: speed and bytes against context length]({picture})"
+            caption = CAPTIONS.get(results[name]["benchmark"], "speed and bytes against context length")
+            text = f"![{name.replace('_', ', ')}: {caption}]({picture})"
         else:
             text = VIEWS[results[name]["benchmark"]](results[name])[view]
         return f"{begin}{text}\n{end}"
@@ -62,18 +70,21 @@ def filled(document: pathlib.Path, results: dict[str, dict], root: pathlib.Path)
 
 
 def draw(result: dict, picture: pathlib.Path) -> None:
-    """Speed on the left, bytes on the right, against context length."""
-    figure, (speed, size) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes in (speed, size):
-        axes.set(xlabel="context length, tokens", xscale="log")
-    DRAWINGS[result["benchmark"]](result, speed, size)
-    for axes in (speed, size):
-        axes.set_xticks(*zip(*[(tokens, f"{tokens:,}") for tokens in contexts(result)]), rotation=30)
-        axes.minorticks_off()
+    """Two panels with the drawing of the benchmark."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    DRAWINGS[result["benchmark"]](result, *panels)
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    speed.legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(picture, dpi=150)
     pyplot.close(figure)
+
+
+def against_context(result: dict, *panels) -> None:
+    for axes in panels:
+        axes.set(xlabel="context length, tokens", xscale="log")
+        axes.set_xticks(*zip(*[(tokens, f"{tokens:,}") for tokens in contexts(result)]), rotation=30)
+        axes.minorticks_off()
 
 
 def contexts(result: dict) -> list[int]:
@@ -84,6 +95,7 @@ def contexts(result: dict) -> list[int]:
 
 def draw_generate(result: dict, speed, size) -> None:
     """Every cache in its fastest dtype, and the bytes of the smallest."""
+    against_context(result, speed, size)
     for cache in generate_tables.caches_of(result):
         rows = [row for tokens in contexts(result) if (row := generate_tables.fastest(result, tokens, (cache,)))]
         places, rates = [row["context"] for row in rows], [row["rate"] for row in rows]
@@ -100,6 +112,7 @@ def draw_generate(result: dict, speed, size) -> None:
 
 def draw_attend(result: dict, speed, size) -> None:
     """Speed-up over the best dense call, and bytes packed and in bfloat16."""
+    against_context(result, speed, size)
     models = list(dict.fromkeys(tuple(row["shape"][:-1]) for row in result["attend"]))
     for index, model in enumerate(models):
         rows = sorted((row for row in result["attend"] if tuple(row["shape"][:-1]) == model), key=lambda row: row["shape"])
@@ -117,7 +130,22 @@ def draw_attend(result: dict, speed, size) -> None:
     size.set(yscale="log")
 
 
-DRAWINGS = {"generate": draw_generate, "attend": draw_attend}
+def draw_recall(result: dict, *panels) -> None:
+    """One model a panel, one line a selector."""
+    for axes, (name, model) in zip(panels, result["models"].items()):
+        for number, selector in enumerate(recall_tables.selectors_of(model)):
+            rows = [row for row in model["rows"] if row["selector"] == selector]
+            line = "--" if rows[0]["top_p"] is not None else "-"
+            axes.plot(
+                *zip(*((row["budget"], row["recall"]) for row in rows)), line, marker="o", color=f"C{number}", label=selector
+            )
+        axes.set(xlabel="tokens read, share of those beyond sinks and window", xscale="log")
+        axes.set_xticks(*zip(*[(budget, f"{budget:.1%}") for budget in result["budgets"]]))
+        axes.minorticks_off()
+        axes.set_title(f"{name}: share of attention kept", loc="left", fontsize=10)
+
+
+DRAWINGS = {"generate": draw_generate, "attend": draw_attend, "recall": draw_recall}
 
 
 def main(arguments: list[str] | None = None) -> None:

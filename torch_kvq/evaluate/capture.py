@@ -83,9 +83,13 @@ class LayerStates:
         """``[B, G * H, ...]`` as ``[B, H, G, ...]``."""
         return x.unflatten(1, (self.key.shape[1], self.group))
 
-    def logits(self) -> torch.Tensor:
-        """True logits before the softcap, ``[B, G * H, M, T]`` float32, of tokens not yet written too."""
-        key = self.key.float().transpose(-1, -2).unsqueeze(2)
+    def logits(self, key: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits before the softcap, ``[B, G * H, M, T]`` float32, of tokens not yet written too.
+
+        Args:
+            key: ``[B, H, T, D]`` in place of the true keys.
+        """
+        key = (self.key if key is None else key).float().transpose(-1, -2).unsqueeze(2)
         return self.scale * (self.grouped(self.query.float()) @ key).flatten(1, 2)
 
     def log_shares(self, estimate: torch.Tensor | None = None) -> torch.Tensor:

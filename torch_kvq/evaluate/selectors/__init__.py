@@ -5,12 +5,14 @@ from .chance import Chance
 from .oracle import Oracle
 from .quest import Quest
 from .rabitq import RaBitQ
+from .refined import Refined
 from .sparq import SparQ
 from .top_p import TopP
 
-__all__ = ["Chance", "Oracle", "Quest", "RaBitQ", "Selector", "SparQ", "TopP", "default_selectors"]
+__all__ = ["Chance", "Oracle", "Quest", "RaBitQ", "Refined", "Selector", "SparQ", "TopP", "default_selectors"]
 
 
 def default_selectors() -> tuple[Selector, ...]:
     """All of them; those that adapt their budgets beside those that do not."""
-    return Oracle(), RaBitQ(), SparQ(), SparQ(0.25), Quest(), Chance(), TopP(Oracle()), TopP(RaBitQ())
+    fixed = (Oracle(), Refined(), RaBitQ(), SparQ(0.25), SparQ(), Quest(), Chance())
+    return *fixed, TopP(Oracle()), TopP(RaBitQ())
