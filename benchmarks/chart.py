@@ -95,7 +95,6 @@ def contexts(result: dict) -> list[int]:
 
 def draw_generate(result: dict, speed, size) -> None:
     """Every cache in its fastest dtype, and the bytes of the smallest."""
-    against_context(result, speed, size)
     for cache in generate_tables.caches_of(result):
         rows = [row for tokens in contexts(result) if (row := generate_tables.fastest(result, tokens, (cache,)))]
         places, rates = [row["context"] for row in rows], [row["rate"] for row in rows]
@@ -108,11 +107,11 @@ def draw_generate(result: dict, speed, size) -> None:
     size.set_title("resident keys and values, MB, smaller dtype", loc="left", fontsize=10)
     speed.set(ylim=(0, None))
     size.set(ylim=(0, None))
+    against_context(result, speed, size)
 
 
 def draw_attend(result: dict, speed, size) -> None:
     """Speed-up over the best dense call, and bytes packed and in bfloat16."""
-    against_context(result, speed, size)
     models = list(dict.fromkeys(tuple(row["shape"][:-1]) for row in result["attend"]))
     for index, model in enumerate(models):
         rows = sorted((row for row in result["attend"] if tuple(row["shape"][:-1]) == model), key=lambda row: row["shape"])
@@ -128,6 +127,7 @@ def draw_attend(result: dict, speed, size) -> None:
     size.set_title("keys and values of one layer, MB (dotted: bfloat16)", loc="left", fontsize=10)
     speed.set(ylim=(0, None))
     size.set(yscale="log")
+    against_context(result, speed, size)
 
 
 def draw_recall(result: dict, *panels) -> None:

@@ -111,11 +111,17 @@ class LayerStates:
 
 
 def capturing_attention_forward(module, query, key, value, attention_mask, **kwargs):
-    """What the model computes anyhow; queries and keys of layers without a sliding window are shown to ``_record``."""
+    """What the model computes anyhow; queries and keys of full-attention layers are shown to ``_record``."""
     record = _record.get()
-    if record is not None and not kwargs.get("sliding_window"):
+    if record is not None and not kwargs.get("sliding_window") and not _is_chunked(module):
         record(module, query, key, kwargs)
     return kvq_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _is_chunked(module) -> bool:
+    """Whether the mask of a layer ends at its chunk, which its arguments do not tell."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    return "chunked_attention" in kinds and kinds[module.layer_idx] == "chunked_attention"
 
 
 AttentionInterface.register(NAME, capturing_attention_forward)
@@ -154,5 +160,5 @@ def capture(model, input_ids: torch.Tensor, places: Places) -> list[LayerStates]
         )
 
     with _captured_by(model, record):
-        model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
+        model.base_model(input_ids=input_ids, use_cache=False)
     return states
