@@ -62,11 +62,12 @@ def main() -> None:
         report = attention_recall(model, ids, prefix_len=args.prefix, budgets=args.budgets, num_queries=args.queries)
         print(f"{name}: {report}\n", flush=True)
         found[name] = figures(report)
-    settings = dict(prefix=args.prefix, scored=args.scored, budgets=args.budgets)
-    result = timing.result("recall", conditions, **settings, models=found)
-    print("", *(f"{name}\n\n{text}\n" for name, text in recall_tables.views(result).items()), sep="\n")
-    if args.json:
-        timing.save(result, args.json)
+        settings = dict(prefix=args.prefix, scored=args.scored, budgets=args.budgets)
+        result = timing.result("recall", conditions, **settings, models=found)
+        if args.json:  # after each model, so that a long run that is stopped keeps what it has
+            timing.save(result, args.json)
+    if found:
+        print("", *(f"{name}\n\n{text}\n" for name, text in recall_tables.views(result).items()), sep="\n")
 
 
 if __name__ == "__main__":

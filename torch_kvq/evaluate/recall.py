@@ -64,22 +64,27 @@ def num_selected(places: Places, budget: float) -> torch.Tensor:
 
 
 def _rows(selector: Selector, states: Sequence[LayerStates], budgets: Sequence[float]) -> list[Recall]:
-    places = states[0].places
-    priorities = [selector.priority(each).masked_fill(~places.selectable, -torch.inf) for each in states]
-    counts = {budget: num_selected(places, budget) for budget in budgets}
+    counts = {budget: num_selected(states[0].places, budget) for budget in budgets}
     if selector.is_adaptive:
-        thresholds = _thresholds(priorities, counts)
-        chosen = {budget: [priority >= thresholds[budget] for priority in priorities] for budget in budgets}
+        priorities = [_priority(selector, each) for each in states]
+        limits = _thresholds(priorities, counts)
+        layers = [_read(each, [values >= limits[b] for b in budgets]) for each, values in zip(states, priorities)]
     else:
-        ranks = [priority.argsort(dim=-1, descending=True, stable=True).argsort(-1) for priority in priorities]
-        chosen = {budget: [rank < counts[budget][:, None] for rank in ranks] for budget in budgets}
+        limits, layers = {}, []
+        for each in states:
+            rank = _priority(selector, each).argsort(dim=-1, descending=True, stable=True).argsort(-1)
+            layers.append(_read(each, [rank < counts[budget][:, None] for budget in budgets]))
     scan_bytes = sum(selector.scan_bytes(each) for each in states) / len(states)
     rows = []
-    for budget in budgets:
-        read, kept = zip(*(_read(each, tokens) for each, tokens in zip(states, chosen[budget])))
-        top_p = 1 - thresholds[budget] if selector.is_adaptive else None
+    for budget, found in zip(budgets, zip(*layers)):
+        read, kept = zip(*found)
+        top_p = 1 - limits[budget] if selector.is_adaptive else None
         rows.append(Recall(selector.name, budget, read, kept, top_p, scan_bytes))
     return rows
+
+
+def _priority(selector: Selector, states: LayerStates) -> torch.Tensor:
+    return selector.priority(states).masked_fill(~states.places.selectable, -torch.inf)
 
 
 def _thresholds(priorities: list[torch.Tensor], counts: dict[float, torch.Tensor]) -> dict[float, float]:
@@ -89,11 +94,13 @@ def _thresholds(priorities: list[torch.Tensor], counts: dict[float, torch.Tensor
     return {budget: ordered[num_rows * int(count.sum()) - 1].item() for budget, count in counts.items()}
 
 
-def _read(states: LayerStates, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``chosen [B, H, M, T]``: the share of tokens read ``[H]`` and of true mass kept ``[G * H]``."""
-    selectable = states.places.selectable.sum() * chosen.shape[0]
-    kept = states.grouped(states.shares()) * (chosen | states.places.exact).unsqueeze(2)
-    return chosen.sum((0, 2, 3)) / selectable, kept.sum(-1).mean((0, 3)).flatten()
+def _read(states: LayerStates, chosen: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each of ``chosen [B, H, M, T]``: the share of tokens read ``[H]`` and of true mass kept ``[G * H]``."""
+    places, shares, found = states.places, states.grouped(states.shares()), []
+    for tokens in chosen:
+        kept = (shares * (tokens | places.exact).unsqueeze(2)).sum(-1)
+        found.append((tokens.sum((0, 2, 3)) / (places.selectable.sum() * len(tokens)), kept.mean((0, 3)).flatten()))
+    return found
 
 
 def _check(model, input_ids, prefix_len, budgets, num_queries, num_sinks, window_len) -> None:
