@@ -140,7 +140,7 @@ def draw_recall(result: dict, *panels) -> None:
                 *zip(*((row["budget"], row["recall"]) for row in rows)), line, marker="o", color=f"C{number}", label=selector
             )
         axes.set(xlabel="tokens read, share of those beyond sinks and window", xscale="log")
-        axes.set_xticks(*zip(*[(budget, f"{budget:.1%}") for budget in result["budgets"]]))
+        axes.set_xticks(*zip(*[(budget, f"{100 * budget:g}%") for budget in result["budgets"]]))
         axes.minorticks_off()
         axes.set_title(f"{name}: share of attention kept", loc="left", fontsize=10)
 

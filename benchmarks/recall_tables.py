@@ -31,7 +31,7 @@ def _row(model: dict, selector: str, asked: float) -> dict | None:
 def _grid(result: dict, field: str, budgets: list[float]) -> str:
     """One line a selector, one column a model and budget."""
     found = result["models"]
-    header = ["", "bytes scanned", *(f"{name}, {budget:.1%}" for name in found for budget in budgets)]
+    header = ["", "bytes scanned", *(f"{name}, {100 * budget:g}%" for name in found for budget in budgets)]
     lines = []
     for selector in dict.fromkeys(name for model in found.values() for name in selectors_of(model)):
         rows = [_row(model, selector, budget) for model in found.values() for budget in budgets]

@@ -141,24 +141,31 @@ def _captured_by(model, record: Callable) -> Iterator[None]:
 
 @torch.inference_mode()
 def capture(model, input_ids: torch.Tensor, places: Places) -> list[LayerStates]:
-    """One forward of ``input_ids [B, T]``; what its full-attention layers were given, in their order."""
-    states: list[LayerStates] = []
+    """What the model's full-attention layers are given for ``input_ids [B, T]``, in their order; one forward a sequence."""
+    sequences: list[list[LayerStates]] = []
 
     def record(module, query: torch.Tensor, key: torch.Tensor, options: dict) -> None:
         prefix = query[:, :, : places.prefix_len].float().unflatten(1, (key.shape[1], -1))
-        states.append(
-            LayerStates(
-                layer=getattr(module, "layer_idx", len(states)),
-                query=query[:, :, places.positions],
-                key=key.clone(),
-                query_mean=prefix.mean((2, 3)),
-                query_moment=prefix.square().mean((2, 3)),
-                scale=options.get("scaling") or query.shape[-1] ** -0.5,
-                softcap=options.get("softcap") or 0.0,
-                places=places,
-            )
+        states = LayerStates(
+            layer=getattr(module, "layer_idx", len(sequences[-1])),
+            query=query[:, :, places.positions],
+            key=key.clone(),
+            query_mean=prefix.mean((2, 3)),
+            query_moment=prefix.square().mean((2, 3)),
+            scale=options.get("scaling") or query.shape[-1] ** -0.5,
+            softcap=options.get("softcap") or 0.0,
+            places=places,
         )
+        sequences[-1].append(states)
 
     with _captured_by(model, record):
-        model.base_model(input_ids=input_ids, use_cache=False)
-    return states
+        for ids in input_ids.split(1):
+            sequences.append([])
+            model.base_model(input_ids=ids, use_cache=False)
+    return [_joined(layers) for layers in zip(*sequences)]
+
+
+def _joined(states: tuple[LayerStates, ...]) -> LayerStates:
+    """One layer's states of several sequences side by side."""
+    names = ("query", "key", "query_mean", "query_moment")
+    return dataclasses.replace(states[0], **{name: torch.cat([getattr(each, name) for each in states]) for name in names})

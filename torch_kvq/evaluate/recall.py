@@ -22,8 +22,8 @@ def attention_recall(
 ) -> RecallReport:
     """How much attention a model's queries would keep if they read only what each selector chooses.
 
-    The model runs once, exactly; nothing it computes depends on a selection. The query heads of a kv head read the same tokens,
-    which count once. A selector reads as many tokens for every query or, if it is adaptive, as many in all.
+    The model runs once on each sequence, exactly; nothing it computes depends on a selection. The query heads of a kv head read
+    the same tokens, which count once. A selector reads as many tokens for every query or, if it is adaptive, as many in all.
 
     Args:
         model: a causal language model in eval mode whose attention goes through ``AttentionInterface``.
