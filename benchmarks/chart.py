@@ -1,9 +1,9 @@
 """Pictures and tables of the committed results: ``python benchmarks/chart.py``.
 
-Every ``benchmarks/results/NAME.json`` is drawn as ``NAME.png``. In the README and in ``benchmarks/results/*.md`` what stands
-between ``<!-- NAME VIEW: begin -->`` and ``<!-- NAME VIEW: end -->`` is replaced by that view of its numbers: ``speed``,
-``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (``generate_tables.py``, ``attend_tables.py``), or ``chart``, the
-picture. No figure there is typed by hand.
+``benchmarks/results/NAME.json`` of a benchmark in ``DRAWINGS`` is drawn as ``NAME.png``. In the README and in
+``benchmarks/results/*.md`` what stands between ``<!-- NAME VIEW: begin -->`` and ``<!-- NAME VIEW: end -->`` is replaced by
+that view of its numbers: ``speed``, ``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (the ``*_tables.py`` of its
+benchmark), or ``chart``, the picture. No figure there is typed by hand.
 """
 
 import argparse
@@ -13,14 +13,23 @@ import pathlib
 import re
 
 import attend_tables
+import experts_tables
 import generate_tables
 import matplotlib
+import recall_tables
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VIEWS = {"attend": attend_tables.views, "attend_sparse": attend_tables.sparse_views, "generate": generate_tables.views}
+VIEWS = {
+    "attend": attend_tables.views,
+    "attend_sparse": attend_tables.sparse_views,
+    "generate": generate_tables.views,
+    "experts": experts_tables.views,
+    "recall": recall_tables.views,
+}
+CAPTIONS = {"recall": "mass kept against budget"}  # else speed and bytes against context length
 BLOCK = re.compile(r"(<!-- (\w+) (\w+): begin -->\n).*?(<!-- \2 \3: end -->)", re.DOTALL)
 MISSING = "Not measured yet."
 COLOURS = {"dynamic": "#777777", "quanto": "#4a7ba6", "hqq": "#8a6bb0", "isoquant": "#c8442e"}
@@ -52,7 +61,8 @@ def filled(document: pathlib.Path, results: dict[str, dict], root: pathlib.Path)
             text = MISSING
         elif view == "chart":
             picture = os.path.relpath(results_dir(root) / f"{name}.png", document.parent)
-            text = f"![{name.replace('_', ', ')}: speed and bytes against context length]({picture})"
+            caption = CAPTIONS.get(results[name]["benchmark"], "speed and bytes against context length")
+            text = f"![{name.replace('_', ', ')}: {caption}]({picture})"
         else:
             text = VIEWS[results[name]["benchmark"]](results[name])[view]
         return f"{begin}{text}\n{end}"
@@ -61,18 +71,21 @@ def filled(document: pathlib.Path, results: dict[str, dict], root: pathlib.Path)
 
 
 def draw(result: dict, picture: pathlib.Path) -> None:
-    """Speed on the left, bytes on the right, against context length."""
-    figure, (speed, size) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes in (speed, size):
-        axes.set(xlabel="context length, tokens", xscale="log")
-    dict(generate=draw_generate, attend=draw_attend)[result["benchmark"]](result, speed, size)
-    for axes in (speed, size):
-        axes.set_xticks(*zip(*[(tokens, f"{tokens:,}") for tokens in contexts(result)]), rotation=30)
-        axes.minorticks_off()
+    """Two panels with the drawing of the benchmark."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    DRAWINGS[result["benchmark"]](result, *panels)
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    speed.legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(picture, dpi=150)
     pyplot.close(figure)
+
+
+def against_context(result: dict, *panels) -> None:
+    for axes in panels:
+        axes.set(xlabel="context length, tokens", xscale="log")
+        axes.set_xticks(*zip(*[(tokens, f"{tokens:,}") for tokens in contexts(result)]), rotation=30)
+        axes.minorticks_off()
 
 
 def contexts(result: dict) -> list[int]:
@@ -95,6 +108,7 @@ def draw_generate(result: dict, speed, size) -> None:
     size.set_title("resident keys and values, MB, smaller dtype", loc="left", fontsize=10)
     speed.set(ylim=(0, None))
     size.set(ylim=(0, None))
+    against_context(result, speed, size)
 
 
 def draw_attend(result: dict, speed, size) -> None:
@@ -114,6 +128,25 @@ def draw_attend(result: dict, speed, size) -> None:
     size.set_title("keys and values of one layer, MB (dotted: bfloat16)", loc="left", fontsize=10)
     speed.set(ylim=(0, None))
     size.set(yscale="log")
+    against_context(result, speed, size)
+
+
+def draw_recall(result: dict, *panels) -> None:
+    """One model a panel, one line a selector."""
+    for axes, (name, model) in zip(panels, result["models"].items()):
+        for number, selector in enumerate(recall_tables.selectors_of(model)):
+            rows = [row for row in model["rows"] if row["selector"] == selector]
+            line = "--" if rows[0]["top_p"] is not None else "-"
+            axes.plot(
+                *zip(*((row["budget"], row["recall"]) for row in rows)), line, marker="o", color=f"C{number}", label=selector
+            )
+        axes.set(xlabel="tokens read, share of those beyond sinks and window", xscale="log")
+        axes.set_xticks(*zip(*[(budget, f"{100 * budget:g}%") for budget in result["budgets"]]))
+        axes.minorticks_off()
+        axes.set_title(f"{name}: share of attention kept", loc="left", fontsize=10)
+
+
+DRAWINGS = {"generate": draw_generate, "attend": draw_attend, "recall": draw_recall}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -122,7 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
     root = parser.parse_args(arguments).root
     results = read(root)
     for name, result in results.items():
-        draw(result, results_dir(root) / f"{name}.png")
+        if result["benchmark"] in DRAWINGS:
+            draw(result, results_dir(root) / f"{name}.png")
     for document in documents(root):
         document.write_text(filled(document, results, root))
 

@@ -8,10 +8,11 @@ with O_DIRECT. Memory is ``RssAnon``, sampled, beyond what the process held once
 disk bytes are the kernel's count for the process.
 
 ``--device cuda`` takes Qwen3-30B-A3B's shape with random weights, experts in page-locked memory, and no disk.
-Every bar is printed with its verdict; the exit status is 1 if one is missed.
+Every bar is shown with its verdict; the exit status is 1 if one is missed.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -20,19 +21,12 @@ import sys
 import tempfile
 import time
 
+import experts_tables
+import timing
 import torch
 import transformers
-from experts_model import (
-    PROMPT,
-    Foreteller,
-    Memory,
-    anonymous_bytes,
-    config,
-    decode,
-    drop_page_cache,
-    follow_trace,
-    write_checkpoint,
-)
+from experts_model import PROMPT, Foreteller, Memory, Trace, anonymous_bytes, config, decode, drop_page_cache, write_checkpoint
+from render import Bar
 from torch import nn
 
 from torch_kvq import load_with_expert_offload, offload_experts
@@ -66,7 +60,7 @@ def run_mode(args: argparse.Namespace) -> dict:
     if handle is not None:
         result["load_expert_bytes"] = handle.stats().bytes_read
     if not args.own_routing:
-        follow_trace(model, PROMPT + args.tokens + 1)
+        Trace(model, PROMPT + args.tokens + 1)
     if offload_folder:
         os.sync()
     cold = (lambda: drop_page_cache(args.folder, offload_folder)) if args.mode != "resident" else (lambda: None)
@@ -131,20 +125,8 @@ def line(r: dict) -> str:
     return text
 
 
-class Bars:
-    """Prints each bar with its verdict and remembers them."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict] = []
-
-    def __call__(self, name: str, value: float, bar: float, at_most: bool = False, form: str = "{:.2f}") -> None:
-        met = value <= bar if at_most else value >= bar
-        self.rows.append(dict(name=name, value=value, bar=bar, at_most=at_most, met=met))
-        sign = "<=" if at_most else ">="
-        print(f"{'met   ' if met else 'MISSED'} {name}: {form.format(value)} (bar {sign} {form.format(bar)})")
-
-
-def run_cpu(args: argparse.Namespace, bars: Bars) -> dict:
+def run_cpu(args: argparse.Namespace) -> dict:
+    """Results by mode, bars, and how the checkpoint was read."""
     if not (args.folder / "model.safetensors.index.json").exists():
         print("writing the checkpoint", flush=True)
         write_checkpoint(args.folder)
@@ -154,21 +136,30 @@ def run_cpu(args: argparse.Namespace, bars: Bars) -> dict:
     results = dict(resident=resident, accelerate=rival, **{f"ours {share}": ours[share] for share in SHARES})
     quarter = ours[0.25]
     dense = quarter["dense_bytes"]
-    bars("expert bytes read at load", max(r["load_expert_bytes"] for r in ours.values()), 0, True, "{:.0f}")
-    bars("anonymous MB at load", quarter["load_anonymous"] / MB, dense / MB + 200, True, "{:.0f}")
-    bars("load against accelerate's disk map, times faster", rival["load_s"] / quarter["load_s"], 5)
+    bars = [
+        Bar("expert bytes read at load", max(r["load_expert_bytes"] for r in ours.values()), 0, "", at_most=True),
+        Bar("anonymous MB at load", quarter["load_anonymous"] / MB, round(dense / MB) + 200, "", at_most=True),
+        Bar("load against accelerate's disk map, times faster", rival["load_s"] / quarter["load_s"], 5),
+    ]
     for share, r in ours.items():
-        limit = (dense + r["slot_bytes"]) / MB + 200
-        bars(f"anonymous MB in decode at {share:.0%}", r["decode_anonymous"] / MB, limit, True, "{:.0f}")
+        limit = round((dense + r["slot_bytes"]) / MB) + 200
+        bars.append(Bar(f"anonymous MB in decode at {share:.0%}", r["decode_anonymous"] / MB, limit, "", at_most=True))
         surplus = abs(r["bytes_read"] - r["misses"] * r["expert_bytes"])
-        bars(f"bytes read other than misses x expert at {share:.0%}", surplus, 0, True, "{:.0f}")
+        bars.append(Bar(f"bytes read other than misses x expert at {share:.0%}", surplus, 0, "", at_most=True))
         if args.io == "direct":
-            bars(f"disk bytes over bytes read at {share:.0%}", r["disk_bytes"] / r["bytes_read"], 1.1, True)
-    bars("cold decode at 25 % against accelerate, times faster", rival["token_s"] / quarter["token_s"], 5)
-    bars("CPU time a token at 25 % over resident", quarter["cpu_s"] / resident["cpu_s"], 1.4, True)
-    same = {r["tokens"] for r in results.values() if r is not rival}
-    bars("different texts of resident and offloaded", len(same), 1, True, "{:.0f}")
-    return results | (do_predictors_pay(args, quarter) if args.predictors else {})
+            bars.append(Bar(f"disk bytes over bytes read at {share:.0%}", r["disk_bytes"] / r["bytes_read"], 1.1, at_most=True))
+    bars += [
+        Bar("cold decode at 25% against accelerate, times faster", rival["token_s"] / quarter["token_s"], 5),
+        Bar("CPU time a token at 25% over resident", quarter["cpu_s"] / resident["cpu_s"], 1.4, at_most=True),
+        different_texts([resident, *ours.values()]),
+    ]
+    results |= do_predictors_pay(args, quarter) if args.predictors else {}
+    return dict(results=results, bars=bars, io=args.io, io_threads=args.io_threads)
+
+
+def different_texts(results: list[dict]) -> Bar:
+    texts = len({r["tokens"] for r in results})
+    return Bar("different texts of resident and offloaded, beyond one", texts - 1, 0, "", at_most=True)
 
 
 def do_predictors_pay(args: argparse.Namespace, quarter: dict) -> dict:
@@ -190,34 +181,45 @@ def verdict(name: str, guessed: dict, plain: dict) -> str:
     return f"{name} {'pays' if gain > 0.02 else 'does not pay'} on this machine: {gain:+.1%} speed"
 
 
-def run_cuda(args: argparse.Namespace, bars: Bars) -> dict:
-    """Resident, then the same model with half and a quarter of its experts resident."""
+def run_cuda(args: argparse.Namespace) -> dict:
+    """Results by mode, bars, and the speed of the link."""
     quiet()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config("cuda", args.layers), attn_implementation="sdpa").eval()
-    follow_trace(model, 2 * (PROMPT + args.tokens + 1) * (1 + 2 * (1 + len(RECALLS))))
-    results = {"resident": warm(model, args.tokens)}
-    print("resident: " + line(results["resident"]), flush=True)
     peak = link_peak()
     print(f"link: {peak / 1e9:.1f} GB/s from page-locked memory", flush=True)
-    for share, bar in ((0.5, 0.5), (0.25, 0.33)):
-        for recall in (None, *(RECALLS if args.predictors else ())):
+    return in_turn(model, args.tokens, RECALLS if args.predictors else (), peak) | dict(link_peak=peak)
+
+
+def in_turn(model: nn.Module, num_tokens: int, recalls: tuple[float, ...] = (), peak: float | None = None) -> dict:
+    """Resident, then the same model with half and a quarter of its experts resident; every mode decodes the same text.
+
+    Args:
+        recalls: of predictors to measure as well.
+        peak: bytes a second of the link that copies are held against, on CUDA.
+    """
+    trace = Trace(model, 2 * (PROMPT + num_tokens + 1))
+    results, bars = {"resident": warm(model, num_tokens)}, []
+    print("resident: " + line(results["resident"]), flush=True)
+    for share, least in ((0.5, 0.5), (0.25, 0.33)):
+        for recall in (None, *recalls):
             extra = dict(predictor=lambda model, recall=recall: Foreteller(recall), num_guesses=8) if recall else {}
             handle = offload_experts(model, share, **extra)
-            if recall is None:
-                bars(f"copies at {share:.0%}, share of the link's peak", copy_rate(handle) / peak, 0.8)
+            if peak and recall is None:
+                bars.append(Bar(f"copies at {share:.0%}, share of the link's peak", copy_rate(handle) / peak, 0.8, "%"))
+            trace.restart()
             key = f"ours {share}" + (f" recall {recall}" if recall else "")
-            results[key] = warm(model, args.tokens)
+            results[key] = warm(model, num_tokens)
             print(f"{key}: " + line(results[key]), flush=True)
             if recall is None:
                 speed = results["resident"]["token_s"] / results[key]["token_s"]
-                bars(f"decode at {share:.0%} resident, share of resident speed", speed, bar)
+                bars.append(Bar(f"decode at {share:.0%} resident, share of resident speed", speed, least, "%"))
             else:
                 print(verdict(f"a predictor of recall {recall}", results[key], results[f"ours {share}"]))
             handle.remove()
-    return results | {"link_peak": peak}
+    return dict(results=results, bars=[*bars, different_texts(list(results.values()))])
 
 
 def warm(model: nn.Module, num_tokens: int) -> dict:
@@ -267,7 +269,7 @@ def main() -> None:
     parser.add_argument("--io-threads", type=int, default=2)
     parser.add_argument("--layers", type=int, help="of the model on CUDA, default 48")
     parser.add_argument("--predictors", nargs="*", default=[], choices=list(PREDICTORS), help="to measure as well")
-    parser.add_argument("--json", help="file for all numbers")
+    parser.add_argument("--json", type=pathlib.Path, help="file for all numbers")
     parser.add_argument("--mode", choices=["resident", "accelerate", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--recall", type=float, help=argparse.SUPPRESS)
@@ -277,13 +279,19 @@ def main() -> None:
     if args.mode:
         print(json.dumps(run_mode(args)))
         return
-    bars = Bars()
+    torch.set_num_threads(args.threads)
+    conditions = timing.conditions(args.device, "accelerate" if args.device == "cpu" else "triton")
     with tempfile.TemporaryDirectory() as scratch:
         args.folder = args.folder or pathlib.Path(scratch)
-        results = (run_cpu if args.device == "cpu" else run_cuda)(args, bars)
+        numbers = (run_cpu if args.device == "cpu" else run_cuda)(args)
+    bars, shape = numbers.pop("bars"), config(args.device, args.layers)
+    shape = {name: getattr(shape, name) for name in ("num_hidden_layers", "num_experts", "num_experts_per_tok")}
+    rows = [dataclasses.asdict(bar) for bar in bars]
+    result = timing.result("experts", conditions, shape=shape, bars=rows, **numbers)
+    print("", *(f"{name}\n\n{text}\n" for name, text in experts_tables.views(result).items()), sep="\n")
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(dict(results=results, bars=bars.rows), indent=1))
-    sys.exit(not all(row["met"] for row in bars.rows))
+        timing.save(result, args.json)
+    sys.exit(not all(bar.is_held for bar in bars))
 
 
 if __name__ == "__main__":

@@ -124,45 +124,57 @@ class Foreteller:
 
     def __init__(self, recall: float) -> None:
         self.recall, self.draw = recall, random.Random(0)
-        self.trace: dict[str, tuple[torch.Tensor, list[int]]] = {}
+        self.trace: Trace | None = None
 
     def __call__(self, layer: str, hidden_states: torch.Tensor) -> dict[str, list[int]]:
-        names = list(self.trace)
+        names = list(self.trace.ids)
         index = names.index(layer) + 1
         if index == len(names) or len(hidden_states) > 1:
             return {}
-        ids, position = self.trace[names[index]]
-        right = ids[position[0]].tolist()
+        ids, position = self.trace.ids[names[index]], self.trace.positions[names[index]]
+        right = ids[position].tolist()
         return {names[index]: [e if self.draw.random() < self.recall else (e + 1) % (1 + int(ids.max())) for e in right]}
 
 
-def follow_trace(model: nn.Module, num_tokens: int) -> None:
-    """Routers answer with the experts of one synthetic trace, token after token; their weights stay their own."""
-    counts = {name: module.num_experts for name, module in find_experts(model).items()}
-    device = next(p.device for p in model.parameters() if not p.is_meta)
-    rows: dict[str, list] = {name: [] for name in counts}
-    for name, chosen in synthetic_trace(counts, HEADS["num_experts_per_tok"], num_tokens).calls:
-        rows[name].append(chosen)
-    modules = dict(model.named_modules())
-    trace = {name: (torch.tensor(chosen, device=device), [0]) for name, chosen in rows.items()}
-    for name, (ids, position) in trace.items():
+class Trace:
+    """Routers of ``model`` answer with the experts of one synthetic trace, token after token; their weights stay their own.
 
-        def answer(_, args, output, ids=ids, position=position):
-            count = len(output[-1])
-            position[0] += count
-            return *output[:-1], ids[position[0] - count : position[0]]
+    ``ids [num_tokens, top k]`` and the next token, by layer.
+    """
 
-        router_of(modules, name).register_forward_hook(answer)
-        predictor = getattr(getattr(modules[name], "_hf_hook", None), "predictor", None)
-        if isinstance(predictor, Foreteller):
-            predictor.trace = trace
+    def __init__(self, model: nn.Module, num_tokens: int) -> None:
+        self.modules = find_experts(model)
+        device = next(p.device for p in model.parameters() if not p.is_meta)
+        counts = {name: module.num_experts for name, module in self.modules.items()}
+        rows: dict[str, list] = {name: [] for name in counts}
+        for name, chosen in synthetic_trace(counts, model.config.num_experts_per_tok, num_tokens).calls:
+            rows[name].append(chosen)
+        self.ids = {name: torch.tensor(chosen, device=device) for name, chosen in rows.items()}
+        self.restart()
+        modules = dict(model.named_modules())
+        for name in self.ids:
+            router_of(modules, name).register_forward_hook(lambda _, args, output, name=name: self._answer(name, output))
+
+    def restart(self) -> None:
+        """From the first token on, also for a ``Foreteller`` that the model was given since."""
+        self.positions = dict.fromkeys(self.ids, 0)
+        for module in self.modules.values():
+            predictor = getattr(getattr(module, "_hf_hook", None), "predictor", None)
+            if isinstance(predictor, Foreteller):
+                predictor.trace = self
+
+    def _answer(self, name: str, output: tuple) -> tuple:
+        first, count = self.positions[name], len(output[-1])
+        self.positions[name] += count
+        return *output[:-1], self.ids[name][first : first + count]
 
 
 @torch.inference_mode()
 def decode(model: nn.Module, num_tokens: int, before_token: Callable[[], None] = lambda: None) -> dict:
     """Greedy tokens after a fixed prompt: median seconds a token, CPU seconds, disk bytes, a hash of the tokens."""
     device = next(p.device for p in model.parameters() if not p.is_meta)
-    ids = torch.randint(3, 8000, (1, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
+    most = min(8000, model.config.vocab_size)
+    ids = torch.randint(3, most, (1, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
     cache = transformers.DynamicCache(config=model.config)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     before_token()
@@ -183,6 +195,7 @@ def decode(model: nn.Module, num_tokens: int, before_token: Callable[[], None] =
         disk += disk_bytes() - disk_began
         tokens.append(token.item())
     result = dict(
+        num_tokens=num_tokens,
         prefill_s=prefill,
         token_s=statistics.median(seconds),
         cpu_s=cpu / num_tokens,

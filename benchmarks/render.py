@@ -30,13 +30,19 @@ class Bar:
     unit: str = "x"
     at_most: bool = False
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it was measured and holds."""
+        if self.value is None:
+            return False
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
     def cells(self) -> Cells:
         scale, digits = {"%": (100, 1), "x": (1, 2), "": (1, 0)}[self.unit]
         limit = f"{'<=' if self.at_most else '>='} {scale * self.limit:g}{self.unit}"
         if self.value is None:
             return [self.what, limit, "", "not measured"]
-        held = self.value <= self.limit if self.at_most else self.value >= self.limit
-        return [self.what, limit, f"{scale * self.value:.{digits}f}{self.unit}", "held" if held else "MISSED"]
+        return [self.what, limit, f"{scale * self.value:.{digits}f}{self.unit}", "held" if self.is_held else "MISSED"]
 
 
 def bars(rows: list[Bar]) -> str:

@@ -18,10 +18,12 @@ import chart
 import generate
 import generate_tables
 import models
+import recall_tables
 import timing
 from render import Bar
 
 import torch_kvq
+from torch_kvq.evaluate.selectors import default_selectors
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONTEXTS, ROUNDS, NEW_TOKENS = (200, 320), 3, 8
@@ -51,6 +53,12 @@ def generated(tmp_path_factory) -> dict:
 def attended(tmp_path_factory) -> dict:
     options = ["--shapes", "4,2,64,256", "2,4,2,64,512", "--exact", "32", "--prefill", "128", "--rounds", "3"]
     return run("attend.py", *options, path=tmp_path_factory.mktemp("attend") / "attend_cpu.json")
+
+
+@pytest.fixture(scope="module")
+def recalled(tmp_path_factory) -> dict:
+    options = ["--models", "tiny", "--prefix", "250", "--scored", "50", "--queries", "5", "--budgets", "0.2,0.4"]
+    return run("recall.py", *options, path=tmp_path_factory.mktemp("recall") / "recall.json")
 
 
 @pytest.mark.parametrize("document", chart.documents(ROOT), ids=lambda path: path.name)
@@ -108,13 +116,30 @@ def test_attend_sparse_measures_a_step_and_its_parts(tmp_path):
     assert all(text in result["printed"] for text in views.values())
 
 
-def test_charts_and_tables_come_from_the_files(generated, attended, tmp_path):
+def test_recall_gives_a_row_for_every_selector_and_budget(recalled):
+    model = recalled["models"]["tiny"]
+    names = [selector.name for selector in default_selectors()]
+    assert [(row["selector"], row["asked"]) for row in model["rows"]] == [(name, b) for name in names for b in (0.2, 0.4)]
+    assert model["num_queries"] == 2 * 5 and model["layers"] == [0, 1]
+    rows = {(row["selector"], row["asked"]): row for row in model["rows"]}
+    for (name, asked), row in rows.items():
+        assert row["budget"] == pytest.approx(rows["oracle", asked]["budget"], rel=1e-4) and len(row["layers"]) == 2
+        assert model["exact_mass"] < row["recall"] < 1 and row["worst"] <= min(row["layers"])
+        assert (row["top_p"] is None) == ("top-p" not in name)
+    oracle, quest = (rows[name, 0.2]["recall"] for name in ("oracle", "Quest"))
+    bar = recall_tables._bars(recalled)[0]
+    assert bar.what == "tiny, RaBitQ over Quest, points" and bar.value == rows["RaBitQ", 0.2]["recall"] - quest
+    assert f"| {oracle:.1%} " in recalled["printed"]
+
+
+def test_charts_and_tables_come_from_the_files(generated, attended, recalled, tmp_path):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    for name, result in (("generate_cpu", generated), ("attend_cpu", attended)):
+    for name, result in (("generate_cpu", generated), ("attend_cpu", attended), ("recall", recalled)):
         (results / f"{name}.json").write_text(json.dumps(result))
     views = [f"generate_cpu {view}" for view in [*generate_tables.views(generated), "chart"]]
     views += [f"attend_cpu {view}" for view in [*attend_tables.views(attended), "chart"]]
+    views += [f"recall {view}" for view in [*recall_tables.views(recalled), "chart"]]
     blocks = [f"<!-- {name}: begin -->\n1.5x, typed by hand\n<!-- {name}: end -->\n" for name in [*views, "absent speed"]]
     for document in (tmp_path / "README.md", results / "some.md"):
         document.write_text("Kept above\n" + "Kept between\n".join(blocks))
@@ -123,7 +148,8 @@ def test_charts_and_tables_come_from_the_files(generated, attended, tmp_path):
     assert "by hand" not in text and text.count(chart.MISSING) == 1 and text.count("Kept between") == len(blocks) - 1
     assert "](benchmarks/results/generate_cpu.png)" in text and "](attend_cpu.png)" in (results / "some.md").read_text()
     assert generate_tables.views(generated)["speed"] in text and attend_tables.views(attended)["speed"] in text
-    for name in ("generate_cpu", "attend_cpu"):
+    assert "![recall: mass kept against budget](benchmarks/results/recall.png)" in text
+    for name in ("generate_cpu", "attend_cpu", "recall"):
         assert (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert chart.filled(tmp_path / "README.md", chart.read(tmp_path), tmp_path) == text
 
