@@ -25,11 +25,13 @@ STRICT = (
     "-Wall -Wextra -Werror -Wdouble-promotion -Wno-unused-parameter -Wno-unused-function -Wno-unused-const-variable "
     "-Wno-unused-variable"
 ).split()
-SANITIZERS = {
-    None: ((), ()),
-    "thread": (("-fsanitize=thread",), ("-DMSL_TSAN",)),
-    "address": (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ("-DMSL_ASAN",)),
+BUILDS = {  # how the kernels are instrumented, and what the runtime is told of it
+    None: ([], []),
+    "loads": (["-fsanitize-coverage=func,trace-loads", "-fno-builtin"], ["-DMSL_LOADS"]),
+    "thread": (["-fsanitize=thread"], ["-DMSL_TSAN"]),
+    "address": (["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], ["-DMSL_ASAN"]),
 }
+PROGRAMS = ("thread", "address")  # sanitizers, which cannot be loaded into a process that runs already
 
 
 @functools.cache
@@ -109,14 +111,14 @@ def _once(output: Path, make) -> Path:
     return output
 
 
-def _runtime(sanitize: str | None, file: str) -> Path:
-    flags = ["-std=c++17", "-O2", "-fPIC", "-fno-builtin", *SANITIZERS[sanitize][1]]
+def _runtime(kind: str | None, file: str) -> Path:
+    flags = ["-std=c++17", "-O2", "-fPIC", "-fno-builtin", *BUILDS[kind][1]]
     output = CACHE / f"{_hash(_tool(), compiler(), flags, file)}.o"
     return _once(output, lambda _, made: _clang([*flags, "-c", HERE / file, "-o", made]))
 
 
-def build(source: str, name: str = "shader.metal", sanitize: str | None = None) -> Path:
-    """A shared library, or with a sanitizer (``thread``, ``address``) a program, that runs the kernels of ``source``.
+def build(source: str, name: str = "shader.metal", kind: str | None = None) -> Path:
+    """A shared library that runs the kernels of ``source``; of the kinds ``PROGRAMS`` a program.
 
     Raises:
         MetalSyntaxError: clang rejects it.
@@ -125,14 +127,14 @@ def build(source: str, name: str = "shader.metal", sanitize: str | None = None) 
     text = preprocess(source, name, version)
     kernels = find_kernels(text)
     unit = f"#include <metal_stdlib>\n{group_variables(text)}\n{_glue(kernels)}\n"
-    instrumented = SANITIZERS[sanitize][0]
-    # A plain build runs in four orders, whose results are compared bit by bit; -O1 compiles fastest for its speed.
+    instrumented = BUILDS[kind][0]
     flags = [*FLAGS, "-Wno-c++17-extensions", f"-std={standard}", "-w", "-O1", "-gline-tables-only", "-fPIC", *instrumented]
+    program = kind in PROGRAMS
 
     def make(folder: Path, made: Path) -> None:
         _clang([*flags, "-c", "-o", folder / "kernels.o", "-"], unit)
-        parts = [_runtime(sanitize, "runtime.cpp"), *([_runtime(sanitize, "runner.cpp")] if sanitize else [])]
-        shared = [] if sanitize else ["-shared"]
-        _clang([*instrumented, *shared, folder / "kernels.o", *parts, "-o", made, "-lm", "-lstdc++"])
+        parts = [_runtime(kind, "runtime.cpp"), *([_runtime(kind, "runner.cpp")] if program else [])]
+        link = instrumented if program else ["-shared"]
+        _clang([*link, folder / "kernels.o", *parts, "-o", made, "-lm", "-lstdc++"])
 
-    return _once(CACHE / f"{_hash(unit, _tool(), compiler(), flags)}{'' if sanitize else '.so'}", make)
+    return _once(CACHE / f"{_hash(unit, _tool(), compiler(), flags)}{'' if program else '.so'}", make)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .build import build
+from .build import PROGRAMS, build
 from .errors import MetalError, MetalValueError
 
 ORDERS = (0, 1, 2, 3)  # of threads: ascending, descending, two shuffles
@@ -70,6 +70,16 @@ def _run(command: list, symbols: bool = False) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
 
 
+class Launch(NamedTuple):
+    """One call of a kernel; ``loaded``: bytes loaded from each buffer, of libraries that count them."""
+
+    kernel: str
+    grid: list[int]
+    group: list[int]
+    group_bytes: int  # of threadgroup memory
+    loaded: list[int]
+
+
 class Kernel:
     """A kernel of a library. Every call runs once in each order, and all orders must give the same bits."""
 
@@ -90,7 +100,7 @@ class Kernel:
     def _check_tensor(self, parameter: Parameter, x: torch.Tensor) -> None:
         where, base = self._where(parameter), re.sub(r"\d$", "", parameter.type)
         same = {_TYPES[x.dtype], "u" + _TYPES[x.dtype]} | ({"uchar"} if x.dtype == torch.bool else set())
-        if base not in same:
+        if base not in same and parameter.type != "struct":
             raise MetalError(f"{where} bound to a {x.dtype} tensor")
         if not x.is_contiguous():
             raise MetalError(f"{where} bound to a tensor that is not contiguous: Metal sees only its storage")
@@ -143,7 +153,7 @@ class Kernel:
         grid, group = self._grid([x for x in bound if isinstance(x, torch.Tensor)], threads, group_size)
         with _running:
             self._run_orders(bound, grid, group)
-        self._library.launches.append((self.name, grid, group))
+            self._library.note(self, grid, group, len(bound))
 
     def _run_orders(self, bound: list, grid: list[int], group: list[int]) -> None:
         written, first = self.written, None
@@ -163,15 +173,18 @@ class Kernel:
 
 
 class Library:
-    """Kernels as attributes. ``launches`` lists name, grid and group of every call."""
+    """Kernels as attributes. ``launches`` lists every call."""
 
-    def __init__(self, path: Path, sanitize: str | None, orders: tuple[int, ...]):
-        self.path, self.sanitize, self.orders, self.launches = path, sanitize, orders, []
-        if sanitize:
+    def __init__(self, path: Path, kind: str | None, orders: tuple[int, ...]):
+        self.path, self.kind, self.orders = path, kind, orders
+        self.launches: list[Launch] = []
+        if kind in PROGRAMS:
+            self._loaded = None
             text = subprocess.run([path], capture_output=True, text=True, check=True).stdout
         else:
             self._loaded = ctypes.CDLL(str(path))
             self._loaded.msl_describe.restype = self._loaded.msl_rt_error.restype = ctypes.c_char_p
+            self._loaded.msl_rt_tg_bytes.restype = self._loaded.msl_rt_loaded.restype = ctypes.c_size_t
             text = self._loaded.msl_describe().decode()
         self._kernels: dict[str, Kernel] = {}
         for line in text.splitlines():
@@ -193,13 +206,22 @@ class Library:
 
     def run(self, kernel: Kernel, bound: list, grid: list[int], group: list[int], order: int) -> None:
         """One run in one order; ``bound`` holds tensors and bytes."""
-        if self.sanitize:
+        if self._loaded is None:
             return self._run_program(kernel, bound, grid, group, order)
         kept = [None if isinstance(x, torch.Tensor) else ctypes.create_string_buffer(x, len(x)) for x in bound]
         addresses = [x.data_ptr() if k is None else ctypes.addressof(k) for x, k in zip(bound, kept)]
         pointers = (ctypes.c_void_p * len(bound))(*addresses)
+        sizes = [x.nbytes if isinstance(x, torch.Tensor) else len(x) for x in bound]
+        self._loaded.msl_rt_watch(len(bound), pointers, (ctypes.c_size_t * len(bound))(*sizes))
         if self._loaded.msl_run(kernel._index, pointers, (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(*group), order):
             raise MetalError(f"{kernel.name}: {self._loaded.msl_rt_error().decode()}")
+
+    def note(self, kernel: Kernel, grid: list[int], group: list[int], num_buffers: int) -> None:
+        """Lists a call that has run."""
+        counted = self._loaded is not None
+        group_bytes = self._loaded.msl_rt_tg_bytes() if counted else 0
+        loaded = [self._loaded.msl_rt_loaded(i) for i in range(num_buffers)] if counted else []
+        self.launches.append(Launch(kernel.name, grid, group, group_bytes, loaded))
 
     def _run_program(self, kernel: Kernel, bound: list, grid: list[int], group: list[int], order: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -214,15 +236,16 @@ class Library:
                 ctypes.memmove(bound[i].data_ptr(), raw, len(raw))
 
 
-def compile_shader(source: str, *, name="shader.metal", sanitize: str | None = None, orders=ORDERS) -> Library:
+def compile_shader(source: str, *, name="shader.metal", kind: str | None = None, orders=ORDERS) -> Library:
     """As ``torch.mps.compile_shader``.
 
     Args:
         name: of the file, for messages.
-        sanitize: ``thread`` or ``address``: each launch runs in a program instrumented by that sanitizer.
+        kind: ``thread`` or ``address``: each launch runs in a program instrumented by that sanitizer, which fails at the first
+            finding. ``loads``: bytes that kernels load are counted.
         orders: of threads, each of which is run; 0 ascending, 1 descending, more are shuffles.
 
     Raises:
         MetalSyntaxError: clang rejects the source.
     """
-    return Library(build(source, name, sanitize), sanitize, tuple(orders))
+    return Library(build(source, name, kind), kind, tuple(orders))

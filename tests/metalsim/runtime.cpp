@@ -49,6 +49,11 @@ static Thread *now;
 static std::string error;
 static void (*kernel)(void *const *);
 static void *const *buffers;
+struct Watched {
+  const char *begin, *end;
+  size_t loaded;
+};
+static std::vector<Watched> watched;  // buffers whose loads are counted
 #ifdef MSL_TSAN
 // Barriers take turns between two objects: a thread may reach the next one before others have left this one.
 static char sync_tg[2], sync_simd[WIDTH][2], sync_done, *tg_arena;
@@ -258,7 +263,28 @@ void *msl_rt_tg_var(const void *key, size_t size, uint32_t line) {
 }
 
 const char *msl_rt_error() { return error.c_str(); }
+
+// Threadgroup memory of the last threadgroup, in bytes.
 size_t msl_rt_tg_bytes() { return tg_bytes; }
+
+// Counts bytes that kernels built for it load from these buffers, from now on; then those of buffer i.
+void msl_rt_watch(int count, const char *const *begin, const size_t *sizes) {
+  watched.clear();
+  for (int i = 0; i < count; ++i) watched.push_back({begin[i], begin[i] + sizes[i], 0});
+}
+size_t msl_rt_loaded(int i) { return watched[i].loaded; }
+#ifdef MSL_LOADS
+static void count_load(const void *address, size_t bytes) {
+  for (Watched &each : watched)
+    if (address >= each.begin && address < each.end) each.loaded += bytes;
+}
+void __sanitizer_cov_load1(const uint8_t *p) { count_load(p, 1); }
+void __sanitizer_cov_load2(const uint16_t *p) { count_load(p, 2); }
+void __sanitizer_cov_load4(const uint32_t *p) { count_load(p, 4); }
+void __sanitizer_cov_load8(const uint64_t *p) { count_load(p, 8); }
+void __sanitizer_cov_load16(const void *p) { count_load(p, 16); }
+void __sanitizer_cov_trace_pc() {}
+#endif
 
 // Returns 0, or 1 with msl_rt_error().
 int msl_rt_run(void (*function)(void *const *), void *const *args, const uint32_t *grid, const uint32_t *group, uint32_t order) {

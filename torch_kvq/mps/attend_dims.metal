@@ -60,6 +60,7 @@ kernel void attend_dims(
     const long token = (tile + simd) * kWidth + lane;
     float x[kRows];
     weigh_token(body, sizes, softcap, token, head, first, query, key_level, x);
+    const float scale = value_scale_of(body, sizes, token);
     for (uint r = 0; r < kRows; ++r) {
       const float highest = simd_max(x[r]);
       if (lane == 0) {
@@ -73,7 +74,7 @@ kernel void attend_dims(
         highest = max(highest, each[s * kRows + r]);
       }
       const float factor = soften(x[r], top[r], total[r], highest);
-      weights[r * kThreads + index] = scaled_weight(body, sizes, token, x[r]);
+      weights[r * kThreads + index] = x[r] * scale;
       for (uint k = 0; k < kSlots; ++k) {
         sum[k * kRows + r] *= factor;
       }

@@ -58,9 +58,10 @@ kernel void attend_words(
     const long token = block * kWidth + lane;
     float x[kRows];
     weigh_token(body, sizes, softcap, token, head, first, query, key_level, x);
+    const float scale = value_scale_of(body, sizes, token);
     for (uint r = 0; r < kRows; ++r) {
       const float factor = soften(x[r], top[r], total[r], simd_max(x[r]));
-      mine[r * kWidth + lane] = scaled_weight(body, sizes, token, x[r]);
+      mine[r * kWidth + lane] = x[r] * scale;
       for (uint k = 0; k < kSlots; ++k) {
         sum[k * kRows + r] *= factor;
       }

@@ -47,7 +47,7 @@ inline void weigh_token(
   }
 }
 
-// The weight of a token times the scale of its value; that of a token beyond the body may be anything.
-inline float scaled_weight(thread const Body& body, constant Sizes& sizes, long token, float weight) {
-  return token >= sizes.start && token < sizes.length ? weight * float(body.value_scale[token]) : 0.0f;
+// Scale of the value of a token; that of a token beyond the body may be anything.
+inline float value_scale_of(thread const Body& body, constant Sizes& sizes, long token) {
+  return token >= sizes.start && token < sizes.length ? float(body.value_scale[token]) : 0.0f;
 }
