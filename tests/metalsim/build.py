@@ -27,7 +27,7 @@ STRICT = (
 ).split()
 BUILDS = {  # how the kernels are instrumented, and what the runtime is told of it
     None: ([], []),
-    "loads": (["-fsanitize-coverage=func,trace-loads", "-fno-builtin"], ["-DMSL_LOADS"]),
+    "loads": (["-fsanitize-coverage=func,trace-loads", "-fno-builtin"], []),
     "thread": (["-fsanitize=thread"], ["-DMSL_TSAN"]),
     "address": (["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], ["-DMSL_ASAN"]),
 }
@@ -111,14 +111,20 @@ def _once(output: Path, make) -> Path:
     return output
 
 
-def _runtime(kind: str | None, file: str) -> Path:
+def _object(kind: str | None, file: str) -> Path:
     flags = ["-std=c++17", "-O2", "-fPIC", "-fno-builtin", *BUILDS[kind][1]]
     output = CACHE / f"{_hash(_tool(), compiler(), flags, file)}.o"
     return _once(output, lambda _, made: _clang([*flags, "-c", HERE / file, "-o", made]))
 
 
+def build_runtime() -> Path:
+    """The library that all libraries of kernels share."""
+    parts = [_object(None, "runtime.cpp"), "-lm", "-lstdc++"]
+    return _once(CACHE / f"{_hash(_tool(), compiler())}.so", lambda _, made: _clang(["-shared", *parts, "-o", made]))
+
+
 def build(source: str, name: str = "shader.metal", kind: str | None = None) -> Path:
-    """A shared library that runs the kernels of ``source``; of the kinds ``PROGRAMS`` a program.
+    """A shared library that holds the kernels of ``source``; of the kinds ``PROGRAMS`` a program that runs them.
 
     Raises:
         MetalSyntaxError: clang rejects it.
@@ -133,8 +139,8 @@ def build(source: str, name: str = "shader.metal", kind: str | None = None) -> P
 
     def make(folder: Path, made: Path) -> None:
         _clang([*flags, "-c", "-o", folder / "kernels.o", "-"], unit)
-        parts = [_runtime(kind, "runtime.cpp"), *([_runtime(kind, "runner.cpp")] if program else [])]
-        link = instrumented if program else ["-shared"]
-        _clang([*link, folder / "kernels.o", *parts, "-o", made, "-lm", "-lstdc++"])
+        parts = [_object(kind, file) for file in ("runtime.cpp", "runner.cpp")] if program else []
+        link = [*instrumented, "-lstdc++"] if program else ["-shared"]
+        _clang([folder / "kernels.o", *parts, "-o", made, *link, "-lm"])
 
     return _once(CACHE / f"{_hash(unit, _tool(), compiler(), flags)}{'' if program else '.so'}", make)

@@ -4,6 +4,7 @@ Where a Mac would silently misread an argument, a call raises.
 """
 
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .build import PROGRAMS, build
+from .build import PROGRAMS, build, build_runtime
 from .errors import MetalError, MetalValueError
 
 ORDERS = (0, 1, 2, 3)  # of threads: ascending, descending, two shuffles
@@ -26,7 +27,7 @@ _TYPES = {
 }  # fmt: skip
 _CASTS = {"int32": "i", "int16": "h", "int8": "b", "uint8": "B", "fp16": "e"}
 _SANITIZER_OPTIONS = "detect_leaks=0:detect_stack_use_after_return=0:halt_on_error=1:report_atomic_races=0"
-_running = threading.Lock()  # the runtime of a library has one state
+_running = threading.Lock()  # the runtime has one state
 
 
 class Parameter(NamedTuple):
@@ -172,6 +173,15 @@ class Kernel:
                     )
 
 
+@functools.cache
+def _shared_runtime() -> ctypes.CDLL:
+    """The runtime, once a process: each has stacks for a threadgroup, and a process only so many mappings."""
+    runtime = ctypes.CDLL(str(build_runtime()), ctypes.RTLD_GLOBAL)
+    runtime.msl_rt_error.restype = ctypes.c_char_p
+    runtime.msl_rt_tg_bytes.restype = runtime.msl_rt_loaded.restype = ctypes.c_size_t
+    return runtime
+
+
 class Library:
     """Kernels as attributes. ``launches`` lists every call."""
 
@@ -182,9 +192,9 @@ class Library:
             self._loaded = None
             text = subprocess.run([path], capture_output=True, text=True, check=True).stdout
         else:
+            self._runtime = _shared_runtime()
             self._loaded = ctypes.CDLL(str(path))
-            self._loaded.msl_describe.restype = self._loaded.msl_rt_error.restype = ctypes.c_char_p
-            self._loaded.msl_rt_tg_bytes.restype = self._loaded.msl_rt_loaded.restype = ctypes.c_size_t
+            self._loaded.msl_describe.restype = ctypes.c_char_p
             text = self._loaded.msl_describe().decode()
         self._kernels: dict[str, Kernel] = {}
         for line in text.splitlines():
@@ -212,15 +222,15 @@ class Library:
         addresses = [x.data_ptr() if k is None else ctypes.addressof(k) for x, k in zip(bound, kept)]
         pointers = (ctypes.c_void_p * len(bound))(*addresses)
         sizes = [x.nbytes if isinstance(x, torch.Tensor) else len(x) for x in bound]
-        self._loaded.msl_rt_watch(len(bound), pointers, (ctypes.c_size_t * len(bound))(*sizes))
+        self._runtime.msl_rt_watch(len(bound), pointers, (ctypes.c_size_t * len(bound))(*sizes))
         if self._loaded.msl_run(kernel._index, pointers, (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(*group), order):
-            raise MetalError(f"{kernel.name}: {self._loaded.msl_rt_error().decode()}")
+            raise MetalError(f"{kernel.name}: {self._runtime.msl_rt_error().decode()}")
 
     def note(self, kernel: Kernel, grid: list[int], group: list[int], num_buffers: int) -> None:
         """Lists a call that has run."""
         counted = self._loaded is not None
-        group_bytes = self._loaded.msl_rt_tg_bytes() if counted else 0
-        loaded = [self._loaded.msl_rt_loaded(i) for i in range(num_buffers)] if counted else []
+        group_bytes = self._runtime.msl_rt_tg_bytes() if counted else 0
+        loaded = [self._runtime.msl_rt_loaded(i) for i in range(num_buffers)] if counted else []
         self.launches.append(Launch(kernel.name, grid, group, group_bytes, loaded))
 
     def _run_program(self, kernel: Kernel, bound: list, grid: list[int], group: list[int], order: int) -> None:

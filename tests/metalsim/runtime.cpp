@@ -56,8 +56,9 @@ struct Watched {
 static std::vector<Watched> watched;  // buffers whose loads are counted
 #ifdef MSL_TSAN
 // Barriers take turns between two objects: a thread may reach the next one before others have left this one.
-static char sync_tg[2], sync_simd[WIDTH][2], sync_done, *tg_arena;
+static char sync_tg[2], sync_simd[WIDTH][2], sync_done;
 #endif
+static char *tg_arena;  // threadgroup memory
 
 static void fail(const char *format, ...) {
   if (!error.empty()) return;
@@ -156,12 +157,20 @@ static std::vector<uint32_t> ordered(uint32_t count, uint32_t order, std::mt1993
   return indices;
 }
 
+// Memory of the next threadgroup. ThreadSanitizer gets a fresh mapping, which has no past; and it is made before the fibres
+// are, for which what was done until then is past.
+static void new_arena() {
+#ifdef MSL_TSAN
+  if (tg_arena) munmap(tg_arena, 2 * TG_LIMIT);
+  tg_arena = nullptr;
+#endif
+  if (!tg_arena)
+    tg_arena = (char *)mmap(nullptr, 2 * TG_LIMIT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+}
+
 // Threads are dispatched as a grid, so that threadgroups at its edge are smaller.
 static void place_threads(const uint32_t *grid, const uint32_t *group, const uint32_t *index, const uint32_t *count) {
-#ifdef MSL_TSAN  // before the fibres are made, for which what was done here is past; a fresh mapping has no past of its own
-  if (tg_arena) munmap(tg_arena, 2 * TG_LIMIT);
-  tg_arena = (char *)mmap(nullptr, 2 * TG_LIMIT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-#endif
+  new_arena();
   uint32_t size[3];
   for (int k = 0; k < 3; ++k) size[k] = std::min(group[k], grid[k] - index[k] * group[k]);
   num_threads = alive = size[0] * size[1] * size[2];
@@ -187,14 +196,12 @@ static void place_threads(const uint32_t *grid, const uint32_t *group, const uin
 static size_t padded(size_t size) { return (size + 15) & ~(size_t)15; }
 
 static void *tg_memory(TgVar &var, size_t size) {
-#if defined(MSL_ASAN)  // an allocation of its own, so that an overrun is seen
+#ifdef MSL_ASAN  // an allocation of its own, so that an overrun is seen
   free(var.memory);
   return malloc(size);
-#elif defined(MSL_TSAN)
-  return tg_arena + tg_bytes - padded(size);
 #else
-  (void)size;
-  return var.memory ? var.memory : aligned_alloc(64, 2 * TG_LIMIT);
+  (void)var;
+  return tg_arena + tg_bytes - padded(size);
 #endif
 }
 
@@ -273,7 +280,7 @@ void msl_rt_watch(int count, const char *const *begin, const size_t *sizes) {
   for (int i = 0; i < count; ++i) watched.push_back({begin[i], begin[i] + sizes[i], 0});
 }
 size_t msl_rt_loaded(int i) { return watched[i].loaded; }
-#ifdef MSL_LOADS
+
 static void count_load(const void *address, size_t bytes) {
   for (Watched &each : watched)
     if (address >= each.begin && address < each.end) each.loaded += bytes;
@@ -284,11 +291,10 @@ void __sanitizer_cov_load4(const uint32_t *p) { count_load(p, 4); }
 void __sanitizer_cov_load8(const uint64_t *p) { count_load(p, 8); }
 void __sanitizer_cov_load16(const void *p) { count_load(p, 16); }
 void __sanitizer_cov_trace_pc() {}
-#endif
 
 // Returns 0, or 1 with msl_rt_error().
 int msl_rt_run(void (*function)(void *const *), void *const *args, const uint32_t *grid, const uint32_t *group, uint32_t order) {
-  error.clear(), kernel = function, buffers = args;
+  error.clear(), tg_vars.clear(), kernel = function, buffers = args;
   const uint32_t capacity = group[0] * group[1] * group[2];
   uint32_t count[3];
   for (int k = 0; k < 3; ++k) count[k] = (grid[k] + group[k] - 1) / group[k];

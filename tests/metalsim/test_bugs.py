@@ -12,7 +12,8 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 PREFIX_SUMS = (
     HEAD
     + """
-kernel void prefix_sums(device float* x [[buffer(0)]], uint i [[thread_index_in_threadgroup]], uint g [[threadgroup_position_in_grid]]) {
+kernel void prefix_sums(device float* x [[buffer(0)]], uint i [[thread_index_in_threadgroup]],
+                        uint g [[threadgroup_position_in_grid]]) {
   threadgroup float shared[64];
   shared[i] = x[64 * g + i];
   FIRST
@@ -85,7 +86,7 @@ def test_threadgroups_that_write_one_address_are_a_data_race():
 
 
 @pytest.mark.parametrize("body, message", [
-    ("float s = 0;\n  if (i & 1) { s = simd_sum(x[i]); }\n  threadgroup_barrier(mem_flags::mem_none);\n  x[i] = s;", "deadlock"),
+    ("float s = 0;\n  if (i & 1) s = simd_sum(x[i]);\n  threadgroup_barrier(mem_flags::mem_none);\n  x[i] = s;", "deadlock"),
     ("if (i & 1) {\n    x[i] = simd_sum(x[i]);\n  } else {\n    x[i] = simd_max(x[i]);\n  }", "divergent control flow"),
     ("if (i > 20) return;\n  threadgroup_barrier(mem_flags::mem_none);\n  x[i] = 1;", "not reached by all threads: 11 of 32"),
     ("if (i & 1) {\n  threadgroup_barrier(mem_flags::mem_none);\n  } else {\n  threadgroup_barrier(mem_flags::mem_none);\n  }",

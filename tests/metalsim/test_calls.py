@@ -79,7 +79,7 @@ def test_a_wrong_number_of_arguments_or_name(library):
     with pytest.raises(metalsim.MetalError, match="3 arguments given, the kernel has buffers"):
         library.scale(torch.zeros(4).half(), torch.zeros(4), 4, threads=4)
     with pytest.raises(metalsim.MetalError, match="Failed to create function state object for: nothing"):
-        library.nothing
+        library.nothing()
     with pytest.raises(ValueError, match="exceeds 64 limit"):
         library.small(torch.zeros(4), threads=128, group_size=128)
 
