@@ -1,12 +1,13 @@
 """Runs Metal compute kernels on a CPU, through the call interface of ``torch.mps.compile_shader``. See README.md."""
 
-from .build import check, compiler
+from .build import PROGRAMS, check, compiler
 from .errors import MetalError, MetalSyntaxError, MetalValueError
 from .library import ORDERS, Library, compile_shader
 from .lint import lint
 
 __all__ = [
     "ORDERS",
+    "PROGRAMS",
     "Library",
     "MetalError",
     "MetalSyntaxError",

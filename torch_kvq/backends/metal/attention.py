@@ -121,7 +121,7 @@ def _attend_packed(
     files = ("softmax.metal", "scores.metal", "values.metal", "tile.metal", f"{name}.metal")
     key_tensors, key_sizes = (keys or values).named("key_")
     if keys is None:
-        key_tensors = dict.fromkeys(key_tensors)
+        key_tensors = dict.fromkeys(key_tensors) | dict(key_levels=values.levels)
     value_tensors, value_sizes = values.named("value_")
     sizes = sizes | rows.sizes | key_sizes | value_sizes | dict(table=table.strides, splits=splits.count)
     sizes |= dict(first_block=cut.first, split_blocks=cut.blocks, packed_splits=cut.splits)
