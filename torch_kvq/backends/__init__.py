@@ -5,16 +5,16 @@ import dataclasses
 import torch
 
 from ..ops.schemas import NAMES, NAMESPACE
-from . import native
+from . import metal, native
 from .native import cpu_isa
 
-__all__ = ["Report", "Row", "cpu_isa", "native", "report"]
+__all__ = ["Report", "Row", "cpu_isa", "metal", "native", "report"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One operator on one device: ``served_by`` an instruction set or ``reference``, that of 16-bit queries too where it is
-    another; ``skipped`` name to reason."""
+    another, ``metal`` or ``reference`` on MPS; ``skipped`` name to reason."""
 
     op: str
     device: str
@@ -28,8 +28,10 @@ class Report:
 
     rows: tuple[Row, ...]
 
-    def __getitem__(self, op: str) -> Row:
-        return next(row for row in self.rows if row.op == op)
+    def __getitem__(self, key: str | tuple[str, str]) -> Row:
+        """The row of an operator on the CPU, or of ``operator, device``."""
+        op, device = (key, "cpu") if isinstance(key, str) else key
+        return next(row for row in self.rows if (row.op, row.device) == (op, device))
 
     def __str__(self) -> str:
         table = [("op", "device", "served by", "skipped")]
@@ -51,6 +53,11 @@ def _row(op: str) -> Row:
     return Row(op, "cpu", f"{full}, {half} for bfloat16 and float16" if differs else full, native.skipped(op))
 
 
+def _mps_row(op: str) -> Row:
+    return Row(op, "mps", metal.served_by(), metal.skipped(op))
+
+
 def report() -> Report:
-    """What serves each operator on the CPU and why nothing faster does."""
-    return Report(tuple(_row(op) for op in NAMES))
+    """What serves each operator on the CPU, and on MPS devices if there are any, and why nothing faster does."""
+    rows = [_row(op) for op in NAMES]
+    return Report((*rows, *map(_mps_row, NAMES)) if torch.backends.mps.is_available() else tuple(rows))
