@@ -40,9 +40,8 @@ def compiler() -> str | None:
     name = os.environ.get("METALSIM_CLANG", "clang++-19")
     if shutil.which(name) is None:
         return None
-    runtime = subprocess.run([name, "-print-file-name=libclang_rt.tsan-x86_64.a"], capture_output=True, text=True).stdout
-    alone = subprocess.run([name, "-print-runtime-dir"], capture_output=True, text=True).stdout.strip()
-    return name if Path(runtime.strip()).is_absolute() or list(Path(alone).glob("*tsan*")) else None
+    linked = [name, "-x", "c++", "-fsanitize=thread", "-", "-o", os.devnull]
+    return name if subprocess.run(linked, input="int main() {}", capture_output=True, text=True).returncode == 0 else None
 
 
 def _clang(arguments: list, text: str | None = None) -> str:

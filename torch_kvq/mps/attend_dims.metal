@@ -4,7 +4,7 @@
 // of their own.
 constant constexpr uint kPartThreads = kThreads / kParts;
 constant constexpr uint kPartBlocks = kSimds / kParts;                // of a tile
-constant constexpr uint kSlots = ceil_div(kValueDim, kPartThreads);  // coordinates of a thread
+constant constexpr uint kSlots = (kValueDim + kPartThreads - 1) / kPartThreads;  // coordinates of a thread
 
 [[max_total_threads_per_threadgroup(128)]]
 kernel void attend_dims(

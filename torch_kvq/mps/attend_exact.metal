@@ -1,6 +1,6 @@
 // Attention of up to kRows rows over exact tokens: sinks, recent tokens, prompts that are not packed yet. A simdgroup is a
 // split, as in attend_words.metal; it leaves sums and state in the same place, not to be rotated back.
-constant constexpr uint kSlots = ceil_div(kValueDim, kWidth);  // coordinates of a lane
+constant constexpr uint kSlots = (kValueDim + kWidth - 1) / kWidth;  // coordinates of a lane
 
 struct Sizes {
   long heads, group, queries, rows;

@@ -1,7 +1,7 @@
 // attend for few tokens, the word-parallel strategy: a simdgroup is a split of its own. It scores 32 tokens, one a lane, and
 // sums the one word of each coordinate that holds them. Simdgroups never wait for one another, and a short body is spread
 // over many of them.
-constant constexpr uint kSlots = ceil_div(kValueDim, kWidth);  // coordinates of a lane
+constant constexpr uint kSlots = (kValueDim + kWidth - 1) / kWidth;  // coordinates of a lane
 
 [[max_total_threads_per_threadgroup(128)]]
 kernel void attend_words(

@@ -11,18 +11,15 @@ constant constexpr uint kWidth = 32;   // lanes of a simdgroup, tokens of a bloc
 constant constexpr uint kSimds = 4;    // simdgroups of a threadgroup
 constant constexpr uint kThreads = kWidth * kSimds;
 
-constexpr uint ceil_div(uint a, uint b) {
-  return (a + b - 1) / b;
-}
-
 // Element offset of row n of a tensor [size0, size1, size2, ...] with these strides.
 inline long row_offset(long n, constant long* size, constant long* stride) {
   return n / (size[1] * size[2]) * stride[0] + n / size[2] % size[1] * stride[1] + n % size[2] * stride[2];
 }
 
-// The same of row `row` of head `head` of sequence `batch` in a tensor [B, Hq, M, ...].
+// The same of row `row` of head `head` of sequence `batch` in a tensor [B, Hq, M, ...]. There are fewer than 2^32 rows.
 inline long query_offset(long batch, long head, long row, long group, long queries, constant long* stride) {
-  return batch * stride[0] + (head * group + row / queries) * stride[1] + row % queries * stride[2];
+  const uint member = uint(row) / uint(queries);
+  return batch * stride[0] + (head * group + member) * stride[1] + (row - member * queries) * stride[2];
 }
 
 // Value of the code at `bit` of a sign word and kPlanes magnitude words (torch_kvq/layout.py): the level of its magnitude,

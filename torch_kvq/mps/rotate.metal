@@ -5,7 +5,7 @@ struct Sizes {
 };
 
 [[max_total_threads_per_threadgroup(128)]]
-kernel void rotate(
+kernel void rotate_rows(
     device const In* x [[buffer(0)]],
     device const float* signs [[buffer(1)]],
     device const float* blocks [[buffer(2)]],

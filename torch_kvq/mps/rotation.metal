@@ -1,6 +1,6 @@
 // R x and R^T x of one vector of kDim coordinates in threadgroup memory, by one simdgroup: R = matrix . blocks . mix ... mix
 // (torch_kvq/codecs/rotation.py). A lane owns other coordinates in every step, hence the barrier after each.
-constant constexpr uint kPerLane = ceil_div(kDim, kWidth);
+constant constexpr uint kPerLane = (kDim + kWidth - 1) / kWidth;
 constant constexpr uint kWindows = kPower == kDim ? 1 : 2;  // of a mixing round, kPower coordinates each
 
 struct Rotation {
@@ -35,7 +35,7 @@ inline void multiply_signs(threadgroup float* x, device const float* sign, uint 
 }
 
 // One mixing round: signs, then the transform, window by window; backwards if inverse.
-inline void mix(threadgroup float* x, device const float* sign, bool inverse, uint lane) {
+inline void mix_round(threadgroup float* x, device const float* sign, bool inverse, uint lane) {
   for (uint n = 0; n < kWindows; ++n) {
     const bool last = kWindows == 2 && (n == 1) != inverse;
     const uint first = last ? kDim - kPower : 0;
@@ -90,7 +90,7 @@ inline void rotate_vector(threadgroup float* x, thread const Rotation& r, bool i
     map_blocks(x, r.blocks, true, lane);
   }
   for (long n = 0; n < r.rounds; ++n) {
-    mix(x, r.signs + (inverse ? r.rounds - 1 - n : n) * kDim, inverse, lane);
+    mix_round(x, r.signs + (inverse ? r.rounds - 1 - n : n) * kDim, inverse, lane);
   }
   if (!inverse && r.has_blocks) {
     map_blocks(x, r.blocks, false, lane);

@@ -33,7 +33,7 @@ def rotate(x, signs, blocks, matrix, inverse, out) -> None:
     rotation = rotation_of("", (signs, blocks, matrix), dim, x.device)
     x, out = (part[(None,) * (4 - part.dim())] for part in (x, out))
     rows = x.shape[:3].numel()
-    shader = library.shaders.get("rotate", (*ROTATION, "rotate.metal"), In=x.dtype, Out=out.dtype, **dims(dim))
+    shader = library.shaders.get("rotate_rows", (*ROTATION, "rotate.metal"), In=x.dtype, Out=out.dtype, **dims(dim))
     sizes = dict(rows=rows, size=x.shape[:3], x=x.stride()[:3], out=out.stride()[:3], inverse=inverse, **rotation.sizes)
     shader.launch((ceil_div(rows, NUM_SIMDS),), sizes, x.device, x=x, out=out, **rotation.tensors)
 
