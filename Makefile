@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | install | clean.  All is installed in .venv; a step runs again only when what it
+# make demo | test | test-gpu | sanitize-gpu | lint | install | clean.  All is installed in .venv; a step runs again only when what it
 # depends on has changed.  Variables may be given: make test TORCH=torch==2.11.0 PYTHON=python3.12 JOBS=8
 
 PYTHON ?= python3
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DONE := $(VENV)/done
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
-SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f -not -name "*.pyc" 2>/dev/null)
 RUN := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 SPREAD := --numprocesses $(JOBS) --dist worksteal
@@ -26,6 +26,9 @@ test: $(DONE)/project $(DONE)/model $(OLDEST)
 
 test-gpu: $(DONE)/project $(DONE)/model
 	$(RUN) $(PYTEST) -m gpu
+
+sanitize-gpu: $(DONE)/project
+	$(RUN) tests/sanitize_gpu.sh $(BIN)/python
 
 lint: $(DONE)/project
 	$(BIN)/ruff check .
@@ -64,4 +67,4 @@ $(OLDEST): | $(DONE)/packages
 	rm -rf $@.part && $(PIP) install --target $@.part transformers==$(OLDEST_TRANSFORMERS)
 	mv $@.part $@
 
-.PHONY: demo test test-gpu lint install clean
+.PHONY: demo test test-gpu sanitize-gpu lint install clean

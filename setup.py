@@ -1,9 +1,10 @@
-"""Builds the CPU kernels of ``csrc`` into ``torch_kvq/_lib`` next to the pure-Python package.
+"""Builds the kernels of ``csrc`` into ``torch_kvq/_lib`` next to the pure-Python package: a library for the CPU and, where
+nvcc is found, one for CUDA.
 
-The library needs g++ (or ``$CXX``) and ninja and the headers of the installed torch; it holds no Python and is loaded
+A library needs g++ (or ``$CXX``) and ninja and the headers of the installed torch; it holds no Python and is loaded
 with ``torch.ops.load_library``, so one file serves every Python and every torch from 2.11 on. Without a compiler the
-package installs all the same and runs its pure-torch reference. ``KVQ_NO_BUILD=1`` skips the build,
-``KVQ_REQUIRE_BUILD=1`` makes a failure fatal.
+package installs all the same and runs its pure-torch reference. ``KVQ_NO_BUILD=1`` skips the build, ``KVQ_NO_CUDA=1`` that
+of the CUDA library, ``KVQ_REQUIRE_BUILD=1`` makes a failure fatal. ``KVQ_CUDA_ARCHS`` names the GPUs (``80,90+ptx``).
 """
 
 import importlib.util
@@ -20,8 +21,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY = "libkvq_cpu.so"
-TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest torch the library runs on
+LIBRARY, CUDA_LIBRARY = "libkvq_cpu.so", "libkvq_cuda.so"
+TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, the oldest torch the libraries run on
 
 COMMON_FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wno-unknown-pragmas".split()
 AVX512_FLAGS = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split()
@@ -34,6 +35,17 @@ BODY_FLAGS = {  # of the bodies of each architecture, beside the scalar one
     "aarch64": {"body_neon.cpp": []},
 }
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # other names of the same
+
+
+def load_build_cuda():
+    """``csrc/build_cuda.py`` as a module; a build backend does not put this folder on the path."""
+    spec = importlib.util.spec_from_file_location("kvq_build_cuda", ROOT / "csrc" / "build_cuda.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build_cuda = load_build_cuda()
 
 
 class BuildError(RuntimeError):
@@ -84,7 +96,7 @@ def ninja_text(root: Path, output: Path, compiler: str) -> str:
         "ninja_required_version = 1.5",
         "builddir = build/kvq",
         f"cxx = {compiler}",
-        f"flags = {' '.join(COMMON_FLAGS)} -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -Icsrc/include -Icsrc/cpu",
+        f"flags = {' '.join(COMMON_FLAGS)} {TARGET} -Icsrc/include -Icsrc/common -Icsrc/cpu",
         f"torch = -isystem {torch / 'include'}",
         "rule compile",
         "  command = $cxx -MMD -MF $out.d $flags $isa -c $in -o $out",
@@ -94,59 +106,87 @@ def ninja_text(root: Path, output: Path, compiler: str) -> str:
         f"  command = $cxx -shared $in -o $out {link}",
     ]
     objects = []
-    for source in sorted((root / "csrc" / "cpu").glob("*.cpp")):
+    for source in sorted([*(root / "csrc" / "common").glob("*.cpp"), *(root / "csrc" / "cpu").glob("*.cpp")]):
         body = source.name.startswith("body_")
         if body and source.name not in body_flags:
             continue
         objects.append(f"build/kvq/{source.stem}.o")
-        lines.append(f"build {objects[-1]}: compile csrc/cpu/{source.name}")
+        lines.append(f"build {objects[-1]}: compile {source.relative_to(root)}")
         lines.append(f"  isa = {' '.join(body_flags[source.name]) if body else '$torch'}")
     lines.append(f"build {output}: link {' '.join(objects)}")
     return "\n".join([*lines, f"default {output}", ""])
 
 
-def build_library(root: Path = ROOT) -> Path:
-    """Builds or updates ``torch_kvq/_lib/libkvq_cpu.so`` under ``root`` and returns its path; raises ``BuildError``."""
-    output = Path("torch_kvq") / "_lib" / LIBRARY
-    text = ninja_text(root, output, find_compiler())
+def run_ninja(root: Path, name: str, text: str) -> None:
+    """Runs ``build/<name>/build.ninja`` in ``root`` with this text; raises ``BuildError``."""
     ninja = find_ninja()
-    build_dir = root / "build" / "kvq"
-    build_dir.mkdir(parents=True, exist_ok=True)
-    (root / output).parent.mkdir(parents=True, exist_ok=True)
-    build_file = build_dir / "build.ninja"
+    build_file = root / "build" / name / "build.ninja"
+    build_file.parent.mkdir(parents=True, exist_ok=True)
+    (root / "torch_kvq" / "_lib").mkdir(parents=True, exist_ok=True)
     if not build_file.exists() or build_file.read_text() != text:
         build_file.write_text(text)
     jobs = os.environ.get("MAX_JOBS") or str(max(1, min(8, os.cpu_count() or 1)))
     done = subprocess.run([ninja, "-f", str(build_file), "-j", jobs], cwd=root, capture_output=True, text=True)
     if done.returncode:
         raise BuildError("the compiler failed:\n" + (done.stdout + done.stderr)[-4000:])
+
+
+def build_library(root: Path = ROOT) -> Path:
+    """Builds or updates ``torch_kvq/_lib/libkvq_cpu.so`` under ``root`` and returns its path; raises ``BuildError``."""
+    output = Path("torch_kvq") / "_lib" / LIBRARY
+    run_ninja(root, "kvq", ninja_text(root, output, find_compiler()))
     return root / output
 
 
-def try_build(root: Path = ROOT) -> Path | None:
-    """As :func:`build_library`, but says what is missing and returns ``None`` unless ``KVQ_REQUIRE_BUILD`` is set."""
-    if os.environ.get("KVQ_NO_BUILD", "0") not in ("", "0"):
-        return None
+def build_cuda_library(root: Path = ROOT) -> Path:
+    """The same for ``torch_kvq/_lib/libkvq_cuda.so``. No GPU is needed."""
+    output = Path("torch_kvq") / "_lib" / CUDA_LIBRARY
+    nvcc = build_cuda.find_nvcc()
+    if nvcc is None:
+        raise BuildError("no nvcc")
+    flags = f"{' '.join(COMMON_FLAGS)} {TARGET}"
+    run_ninja(root, "kvq_cuda", build_cuda.ninja_text(root, output, nvcc, find_compiler(), flags, torch_root()))
+    return root / output
+
+
+def is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+def attempt(build, root: Path, what: str, instead: str) -> Path | None:
+    """``build(root)``, or a warning that names what is missing and what will run instead."""
     try:
-        return build_library(root)
-    except (BuildError, OSError) as error:
-        if os.environ.get("KVQ_REQUIRE_BUILD", "0") not in ("", "0"):
+        return build(root)
+    except (BuildError, OSError, ValueError) as error:
+        if is_set("KVQ_REQUIRE_BUILD"):
             raise
-        message = f"WARNING: torch_kvq: CPU kernels were not built ({error}). The pure-torch reference will run."
-        print(message, file=sys.stderr)
+        print(f"WARNING: torch_kvq: {what} kernels were not built ({error}). {instead} will run.", file=sys.stderr)
         return None
+
+
+def try_build(root: Path = ROOT) -> list[Path]:
+    """Builds what can be built here, says what cannot, and returns the libraries."""
+    if is_set("KVQ_NO_BUILD"):
+        return []
+    built = [attempt(build_library, root, "CPU", "The pure-torch reference")]
+    if is_set("KVQ_NO_CUDA") or build_cuda.find_nvcc() is None:
+        reason = "KVQ_NO_CUDA is set" if is_set("KVQ_NO_CUDA") else "no nvcc in $CUDA_HOME, /usr/local/cuda or the path"
+        print(f"torch_kvq: CUDA kernels are left out: {reason}", file=sys.stderr)
+    else:
+        built.append(attempt(build_cuda_library, root, "CUDA", "On a GPU Triton kernels or the reference"))
+    return [path for path in built if path]
 
 
 class BuildWithKernels(build_py):
     """Python files as usual, after the library was built into the source tree, where an editable install finds it."""
 
     def run(self):
-        self.library = try_build()
+        libraries = try_build()
         super().run()
-        if self.library and not self.editable_mode:
-            target = Path(self.build_lib) / "torch_kvq" / "_lib" / LIBRARY
+        for library in [] if self.editable_mode else libraries:
+            target = Path(self.build_lib) / "torch_kvq" / "_lib" / library.name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.library, target)
+            shutil.copyfile(library, target)
 
 
 class PlatformWheel(bdist_wheel):
@@ -154,7 +194,7 @@ class PlatformWheel(bdist_wheel):
 
     def finalize_options(self):
         super().finalize_options()
-        self.root_is_pure = os.environ.get("KVQ_NO_BUILD", "0") not in ("", "0")
+        self.root_is_pure = is_set("KVQ_NO_BUILD")
 
     def get_tag(self):
         built = (ROOT / "torch_kvq" / "_lib" / LIBRARY).exists() and not self.root_is_pure

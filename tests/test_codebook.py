@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from torch_kvq.codecs.codebook import check_bits, grid_levels, lloyd_max
 
@@ -117,6 +118,16 @@ def test_grid_levels_are_eight_bit_integers_at_next_to_no_cost(bits, growth, dim
     whole = [level / levels[-1] * 126.5 - 0.5 for level in levels]
     assert whole == pytest.approx([round(n) for n in whole], abs=1e-9) and whole[-1] == pytest.approx(126)
     assert error(levels) < (1 + growth) * error(lloyd_max(bits, dim))
+
+
+@pytest.mark.parametrize("dim", [None, 4, 12, 64, 80, 128, 512])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_grid_is_exact_in_the_numbers_kernels_hold(bits, dim):
+    levels = torch.tensor(grid_levels(bits, dim), dtype=torch.float32)  # as a store holds them
+    steps = levels / (levels[-1] / 126.5)
+    assert (steps - steps.floor() - 0.5).abs().max() < 1e-3  # an 8-bit integer and half a step, however the quotient rounds
+    halves = steps.to(torch.float16).double()
+    assert torch.equal(halves, halves.floor() + 0.5) and halves.diff().min() >= 1
 
 
 @pytest.mark.parametrize("value", [1, 5, 0, -3, 3.0, "3", None, True])

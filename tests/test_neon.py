@@ -15,7 +15,7 @@ from torch_kvq.backends import native
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 DRIVER = "csrc/tests/compare_bodies.cpp"
 FUNCTIONS = ("convert", "rotate", "encode", "decode", "attend", "qk", "pv", "merge")
-INCLUDE = ("-Icsrc/include", "-Icsrc/cpu")
+INCLUDE = ("-Icsrc/include", "-Icsrc/common", "-Icsrc/cpu")
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def test_neon_agrees_with_scalar_and_exports_its_table_only(bodies, cross, tmp_p
 
 @pytest.mark.slow
 def test_the_operators_compile_for_aarch64(build, cross):  # noqa: F811
-    sources = [path for path in (ROOT / "csrc" / "cpu").glob("*.cpp") if not path.name.startswith("body_")]
-    target = f"-DTORCH_TARGET_VERSION={build.TORCH_TARGET_VERSION}"
-    options = (*build.COMMON_FLAGS, target, *INCLUDE, "-isystem", str(build.torch_root() / "include"), "-fsyntax-only")
+    sources = [*(ROOT / "csrc" / "common").glob("*.cpp"), *(ROOT / "csrc" / "cpu").glob("*.cpp")]
+    sources = [path for path in sources if not path.name.startswith("body_")]
+    options = (*build.COMMON_FLAGS, build.TARGET, *INCLUDE, "-isystem", str(build.torch_root() / "include"), "-fsyntax-only")
     assert len(sources) > 5
     run_all([[cross, *options, str(path)] for path in sources])
 

@@ -49,8 +49,9 @@ def test_the_kernels_serve_every_operator(isa):
         pytest.skip(f"{isa} is not on this machine or not built")
     before = native.set_cpu_isa(isa)
     report = backends.report()
-    assert [row.op for row in report.rows] == list(NAMES)
-    assert all(row.served_by == isa == backends.cpu_isa() for row in report.rows)
+    rows = [row for row in report.rows if row.device == "cpu"]
+    assert [row.op for row in rows] == list(NAMES)
+    assert all(row.served_by == isa == backends.cpu_isa() for row in rows)
     assert isa in str(report)
     native.set_cpu_isa(before)
 

@@ -10,6 +10,7 @@ from .caches.isoquant import IsoQuantCache  # noqa: E402
 from .experts import ExpertOffloadHook, fit, load_with_expert_offload, offload_experts, plan_bits  # noqa: E402
 
 backends.native.load()
+backends.cuda.load()
 backends.metal.load()
 interface.register()
 

@@ -6,7 +6,7 @@
 //   torch_kvq::_cpu_isa(half)     what answers float32 queries, or 16-bit ones
 //   torch_kvq::_cpu_isas()        the instruction sets of this machine, fastest first
 #include "bodies.h"
-#include "checks.h"
+#include "run.h"
 
 #include <atomic>
 

@@ -1,20 +1,8 @@
-// What attend, qk and pv share: checks, scratch, the parts of a long call, and the order of the phases.
-#include "checks.h"
+// What attend, qk and pv share: scratch, the parts of a long call, and the order of the phases.
 #include "cut.h"
+#include "run.h"
 
 namespace kvq {
-
-void check_heads(Attention &a, const Tensor &q, const char *name, int64_t heads) {
-  a.batch = size_at(q, 0), a.queries = size_at(q, 2), a.heads = heads;
-  int64_t query_heads = size_at(q, 1);
-  KVQ_CHECK(q.dim() == 4, name, "have 4 dims", text(q));
-  KVQ_CHECK(heads > 0 && query_heads % heads == 0, name, "have a multiple of " + std::to_string(heads) + " heads",
-            text(q));
-  a.group = query_heads / heads;
-  KVQ_CHECK(a.length >= 0, "length", "be at least 0", a.length);
-  KVQ_CHECK(a.num_sinks >= 0 && a.num_sinks <= a.exact_len, "num_sinks", "be from 0 to the number of exact tokens",
-            a.num_sinks);
-}
 
 namespace {
 

@@ -33,7 +33,7 @@ struct Worker {  // scratch of one task, NaN at first
 
 using Code = void (*)(const Coding &, int64_t, int64_t, int64_t, char *);
 void run_code(Code code, Packed &packed, const Dense &x, int64_t start, int64_t tokens, int rule) {
-  Coding c = {packed.store(), packed.along_tokens, x, packed.heads, start, tokens, rule};
+  Coding c = {packed.store(), packed.along_tokens, x, packed.batch, packed.heads, start, tokens, 0, rule};
   for (int64_t b = 0; b < packed.batch; b++)
     for (int64_t h = 0; h < packed.heads; h++)
       for (int64_t block = 0; tokens && block < ceil_div(start % TILE + tokens, TILE); block++) {
@@ -208,6 +208,7 @@ struct Suite {
     const int64_t *step = outs.dense.stride;
     for (int i = 0; i < 2; i++) {
       Pieces p = {pieces,
+                  batch,
                   heads,
                   queries,
                   dim,

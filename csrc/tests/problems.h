@@ -164,6 +164,7 @@ struct Packed {
                {heads * head * planes, head * planes, width * planes, width},
                {heads * capacity, capacity},
                {},
+               nullptr,
                centre.empty() ? nullptr : centre.data(),
                balance.empty() ? nullptr : balance.data(),
                {heads * dim, dim},

@@ -5,16 +5,16 @@ import dataclasses
 import torch
 
 from ..ops.schemas import NAMES, NAMESPACE
-from . import metal, native
+from . import cuda, metal, native
 from .native import cpu_isa
 
-__all__ = ["Report", "Row", "cpu_isa", "metal", "native", "report"]
+__all__ = ["Report", "Row", "cpu_isa", "cuda", "metal", "native", "report"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operator on one device: ``served_by`` an instruction set or ``reference``, that of 16-bit queries too where it is
-    another, ``metal`` or ``reference`` on MPS; ``skipped`` name to reason."""
+    """One operator on one device. ``served_by`` on the CPU an instruction set, that of 16-bit queries too where it is another,
+    on CUDA ``native`` or ``triton``, on MPS ``metal``, or ``reference`` on each; ``skipped`` name to reason."""
 
     op: str
     device: str
@@ -44,13 +44,25 @@ class Report:
     __repr__ = __str__
 
 
-def _row(op: str) -> Row:
-    compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", "CPU")
-    if native.loaded() and not compiled:
-        return Row(op, "cpu", native.REFERENCE, {"compiled kernels": "the library does not hold this operator"})
+_MISSING = {"compiled kernels": "the library does not hold this operator"}
+
+
+def _has_kernel(op: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key)
+
+
+def _cpu_row(op: str) -> Row:
+    if native.loaded() and not _has_kernel(op, "CPU"):
+        return Row(op, "cpu", native.REFERENCE, _MISSING)
     full, half = cpu_isa(torch.float32), cpu_isa(torch.bfloat16)
     differs = op == "attend" and half != full
     return Row(op, "cpu", f"{full}, {half} for bfloat16 and float16" if differs else full, native.skipped(op))
+
+
+def _cuda_row(op: str) -> Row:
+    if cuda.served_by() != cuda.REFERENCE and not _has_kernel(op, "CUDA"):
+        return Row(op, "cuda", cuda.REFERENCE, _MISSING)
+    return Row(op, "cuda", cuda.served_by(), cuda.skipped())
 
 
 def _mps_row(op: str) -> Row:
@@ -58,6 +70,8 @@ def _mps_row(op: str) -> Row:
 
 
 def report() -> Report:
-    """What serves each operator on the CPU, and on MPS devices if there are any, and why nothing faster does."""
-    rows = [_row(op) for op in NAMES]
-    return Report((*rows, *map(_mps_row, NAMES)) if torch.backends.mps.is_available() else tuple(rows))
+    """What serves each operator on the CPU, and on CUDA and MPS devices if there are any, and why nothing faster does."""
+    rows = [_cpu_row(op) for op in NAMES]
+    rows += map(_cuda_row, NAMES) if torch.cuda.is_available() else ()
+    rows += map(_mps_row, NAMES) if torch.backends.mps.is_available() else ()
+    return Report(tuple(rows))

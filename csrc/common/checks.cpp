@@ -1,6 +1,5 @@
 #include "checks.h"
 
-#include <cstdlib>
 #include <ostream>
 #include <sstream>
 
@@ -52,12 +51,20 @@ std::string list_text(const List &sizes) {
   return out.str();
 }
 
+#if defined(KVQ_CUDA)
+thread_local int expected_device = -1;
+#endif
+
+void check_in_place(const Name &name, const Tensor &x) {
+  KVQ_CHECK(in_place(x), name, "be on " + place(), device_text(x));
+}
+
 void check_sizes(const Name &name, const Tensor &x, Sizes sizes) {
   auto have = x.sizes();
   bool good = have.size() == sizes.size();
   for (size_t i = 0; good && i < sizes.size(); i++) good = sizes.begin()[i] < 0 || have[i] == sizes.begin()[i];
   KVQ_CHECK(good, name, "have the shape " + list_text(sizes), text(x));
-  KVQ_CHECK(x.is_cpu(), name, "be on the CPU", "another device");
+  check_in_place(name, x);
 }
 
 void check_last(const Name &name, const Tensor &x) {
@@ -87,16 +94,16 @@ const float *per_head(const Name &name, const Tensor &x, int64_t batch, int64_t 
   strides[0] = strides[1] = 0;
   if (x.numel() == 0) return nullptr;
   check_type(name, x, ScalarType::Float);
+  check_in_place(name, x);
   auto sizes = x.sizes(), steps = x.strides();
   int64_t dims = (int64_t)sizes.size(), want[2] = {batch, heads};
-  bool good = dims >= 1 && dims <= 3 && sizes[dims - 1] == dim && steps[dims - 1] == 1 && x.is_cpu();
+  bool good = dims >= 1 && dims <= 3 && sizes[dims - 1] == dim && steps[dims - 1] == 1;
   for (int64_t i = 0; good && i + 1 < dims; i++) {
     int64_t axis = i + 3 - dims;
     good = sizes[i] == 1 || sizes[i] == want[axis];
     strides[axis] = sizes[i] == 1 ? 0 : steps[i];
   }
-  KVQ_CHECK(good, name, "be on the CPU, contiguous in the last dim, of shape " + list_text(Sizes{batch, heads, dim}),
-            text(x));
+  KVQ_CHECK(good, name, "be contiguous in the last dim, of shape " + list_text(Sizes{batch, heads, dim}), text(x));
   return (const float *)x.data_ptr();
 }
 
@@ -106,28 +113,31 @@ const float *whole(const Name &name, const Tensor &x, Sizes sizes) {
   check_type(name, x, ScalarType::Float);
   check_sizes(name, x, sizes);
   KVQ_CHECK(x.is_contiguous(), name, "be contiguous", "strides that are not");
+#if defined(KVQ_CUDA)
+  KVQ_CHECK((uintptr_t)x.data_ptr() % 16 == 0, name, "start at a multiple of 16 bytes", x.data_ptr());
+#endif
   return (const float *)x.data_ptr();
 }
-
-struct Arena {
-  char *memory = nullptr;
-  int64_t size = 0;
-  ~Arena() { std::free(memory); }
-  char *take(int64_t bytes) {
-    if (bytes > size) {
-      std::free(memory);
-      size = round_up(bytes, 4096);
-      memory = (char *)std::aligned_alloc(64, size);
-      if (!memory) size = 0;
-      STD_TORCH_CHECK(memory, "torch_kvq: out of memory for ", bytes, " bytes of scratch");
-    }
-    return memory;
-  }
-};
 
 }  // namespace
 
 std::string text(const Tensor &x) { return std::string(dtype_name(x.scalar_type())) + " " + list_text(x.sizes()); }
+
+std::string device_text(const Tensor &x) {
+  if (x.is_cpu()) return "cpu";
+  return (x.is_cuda() ? "cuda:" : "device ") + std::to_string(x.get_device_index());
+}
+
+#if defined(KVQ_CUDA)
+std::string place() { return "cuda:" + std::to_string(expected_device); }
+bool in_place(const Tensor &x) { return x.is_cuda() && x.get_device_index() == expected_device; }
+void expect_device(int index) { expected_device = index; }
+#else
+std::string place() { return "the CPU"; }
+bool in_place(const Tensor &x) { return x.is_cpu(); }
+#endif
+
+void check_place(const char *name, const Tensor &x) { check_in_place(name, x); }
 
 int64_t size_at(const Tensor &x, int64_t dim) { return dim < x.dim() ? x.size(dim) : -1; }
 
@@ -185,7 +195,10 @@ Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64
   s.scale = typed<uint16_t>({name, "scale"}, scale, ScalarType::Half, {batch, heads, capacity}, s.scale_stride);
   const float *levels = whole({name, "levels"}, packed[LEVELS], {1 << planes});
   KVQ_CHECK(levels, Name(name, "levels"), "hold 2 ** (bits - 1) levels", "none");
+  s.level_data = levels;
+#if !defined(KVQ_CUDA)
   for (int i = 0; i < 1 << planes; i++) s.levels[i] = levels[i];
+#endif
   s.centre = per_head({name, "centre"}, packed[CENTRE], batch, heads, dim, s.centre_stride);
   s.balance = per_head({name, "balance"}, packed[BALANCE], batch, heads, dim, s.balance_stride);
   return s;
@@ -197,23 +210,15 @@ Mask mask_of(const Tensor &mask, Sizes want) {
   m.boolean = type == ScalarType::Bool;
   KVQ_CHECK(m.boolean || type == ScalarType::Float, "mask", "be bool or float32", dtype_name(type));
   auto sizes = mask.sizes(), strides = mask.strides();
-  bool good = sizes.size() == 4 && mask.is_cpu();
+  bool good = sizes.size() == 4 && in_place(mask);
   for (int i = 0; good && i < 4; i++) {
     good = sizes[i] == want.begin()[i] || sizes[i] == 1;
     m.stride[i] = sizes[i] == 1 ? 0 : strides[i];
   }
-  KVQ_CHECK(good, "mask", "be on the CPU with the shape " + list_text(want), text(mask));
+  KVQ_CHECK(good, "mask", "be on " + place() + " with the shape " + list_text(want),
+            text(mask) + " on " + device_text(mask));
   m.data = mask.data_ptr();
   return m;
-}
-
-char *call_scratch(int64_t bytes) {
-  static thread_local Arena arena;
-  return arena.take(bytes);
-}
-char *worker_scratch(int64_t bytes) {
-  static thread_local Arena arena;
-  return arena.take(bytes);
 }
 
 }  // namespace kvq

@@ -1,5 +1,5 @@
-// Tensors of the operators to the plain structs of kernels.h, with checks that name the argument, the rule and the
-// value.
+// Tensors to the plain structs of structs.h, with checks that name the argument, the rule and the value. Compiled once
+// a device: with KVQ_CUDA every tensor of a call must be on the CUDA device of expect_device, without on the CPU.
 #pragma once
 
 #include <initializer_list>
@@ -10,7 +10,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "kernels.h"
+#include "structs.h"
 
 namespace kvq {
 
@@ -23,6 +23,15 @@ using Sizes = std::initializer_list<int64_t>;  // -1: any
 
 std::string text(const Tensor &x);  // "float32 [1, 8, 32, 128]"
 int64_t size_at(const Tensor &x, int64_t dim);
+std::string device_text(const Tensor &x);  // "cuda:0"
+
+// Where the tensors of this call must be, "the CPU" or "cuda:0", and whether x is there.
+std::string place();
+bool in_place(const Tensor &x);
+#if defined(KVQ_CUDA)
+void expect_device(int index);  // of the calls of this thread from now on
+#endif
+void check_place(const char *name, const Tensor &x);
 
 // A dense float tensor of four dims with these sizes and a contiguous last dim.
 Dense dense_of(const char *name, const Tensor &x, Sizes sizes);
@@ -36,29 +45,5 @@ Store store_of(const char *name, const Tensors &packed, bool along_tokens, int64
                int64_t dim);
 // The mask, broadcast to [batch, heads, queries, columns].
 Mask mask_of(const Tensor &mask, Sizes sizes);
-
-// Grow-only memory of a thread, aligned to 64 bytes: `call` for what all workers of a call share, `worker` for one
-// worker.
-char *call_scratch(int64_t bytes);
-char *worker_scratch(int64_t bytes);
-
-// Runs run(i, scratch of the worker) for i = 0 .. count on torch's threads.
-template <class Run>
-void run_parallel(int64_t count, int64_t scratch, const Run &run) {
-  if (count <= 0) return;
-  torch::stable::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
-    char *memory = worker_scratch(scratch);
-    for (int64_t i = from; i < to; i++) run(i, memory);
-  });
-}
-
-// isa.cpp: the kernels in use. Only attend asks by the dtype of its query; all other work is done in float32.
-const Kernels &kernels(Dtype query = FLOAT32);
-
-// plan.cpp: the parts of attend, qk and pv that are alike.
-void check_heads(Attention &a, const Tensor &q, const char *name, int64_t heads);
-// The phases: prepare (with queries), the tasks, finish (unless the tasks write the output themselves).
-void run_phases(const Kernels &k, const Attention &a, bool prepare, void (*task)(const Attention &, int64_t, char *),
-                bool finish);
 
 }  // namespace kvq

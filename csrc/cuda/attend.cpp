@@ -1,0 +1,28 @@
+// attend: the decode kernel where it has one for the problem, else tiles.
+#include "decode_attend.h"
+#include "tiles_run.h"
+
+namespace kvq {
+namespace cuda {
+
+namespace {
+
+void attend(const Tensor &q, const Tensors &keys, const Tensors &values, const Tensor &exact_keys,
+            const Tensor &exact_values, const OptionalTensor &mask, const OptionalTensor &sink_logits, int64_t start,
+            int64_t length, int64_t num_sinks, double scale, double softcap, const Tensor &out, const Tensor &lse) {
+  Call call("q", q);
+  Attention a = attend_problem(q, keys, values, exact_keys, exact_values, mask, sink_logits, start, length, num_sinks,
+                               scale, softcap, out, lse);
+  if (decode_fits(a))
+    launch_decode(a, call.scratch(decode_scratch_bytes(a)), call.stream());
+  else
+    tiles::run(call, a, tiles::ATTEND);
+  call.check("attend");
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m) { m.impl("attend", TORCH_BOX(&attend)); }
+
+}  // namespace cuda
+}  // namespace kvq

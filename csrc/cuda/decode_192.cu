@@ -1,0 +1,11 @@
+#include "decode_launch.cuh"
+
+namespace kvq {
+namespace cuda {
+
+int64_t decode_192(Action action, const Attention &a, void *scratch, cudaStream_t stream) {
+  return with_dims<192, 128>(action, a, scratch, stream);
+}
+
+}  // namespace cuda
+}  // namespace kvq

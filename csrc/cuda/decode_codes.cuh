@@ -1,0 +1,78 @@
+// From bit planes to bytes: one 32-bit word of every plane of 32 codes becomes four times eight bytes.
+//
+// Phase j of a word holds codes 4n + j, n = 0 .. 7: those bits are one a nibble apart, so that three planes shifted and
+// masked are at once the selector of a byte permutation, whose table holds the eight signed levels. Levels are n + 1/2
+// steps (layout.h): the byte of a code is n, or ~n = -n - 1 for a negative one, half a step below its value.
+#pragma once
+
+#include "kvq/layout.h"
+#include "mma.cuh"
+
+namespace kvq {
+namespace cuda {
+
+constexpr uint32_t NIBBLES = 0x11111111u;
+
+// (x & mask) | (y & ~mask) in one instruction.
+__device__ __forceinline__ uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(x), "r"(y), "r"(mask));
+  return r;
+}
+
+// Bytes of the codebook of `bits` bits, and the step; made by a whole warp.
+struct ByteTable {
+  uint32_t low, high;
+  float step;
+  __device__ __forceinline__ ByteTable(const float *levels, int bits, int lane) {
+    int half = 1 << (bits - 1), i = lane & 7;
+    float level = __ldg(levels + (i & (half - 1)));
+    step = __shfl_sync(~0u, level, half - 1) * (1.0f / TOP_LEVEL);
+    int n = (int)floorf(__fdividef(level, step));
+    if (bits < MAX_BITS && i >= half) n = ~n;  // four bits: magnitudes only, the sign flips the byte
+    uint32_t word = (n & 0xFFu) << (8 * (i & 3));
+    word |= __shfl_xor_sync(~0u, word, 1);
+    word |= __shfl_xor_sync(~0u, word, 2);
+    low = __shfl_sync(~0u, word, 0), high = __shfl_sync(~0u, word, 4);
+  }
+};
+
+template <int BITS>
+struct Planes {
+  uint32_t sign, mag[BITS - 1];
+
+  // Selectors of the four phases, to be used from the low 16 bits (codes n < 4), then from the high ones.
+  __device__ __forceinline__ void selectors(uint32_t (&s)[4]) const {
+    const uint32_t even = 0x55555555u, pair = 0x33333333u;
+    if constexpr (BITS == 2) {
+      uint32_t u0 = select_bits(mag[0], sign << 1, even), u1 = select_bits(mag[0] >> 1, sign, even);
+      s[0] = u0 & pair, s[1] = u1 & pair, s[2] = (u0 >> 2) & pair, s[3] = (u1 >> 2) & pair;
+    } else {
+      uint32_t u0 = select_bits(mag[0], mag[1] << 1, even), u1 = select_bits(mag[0] >> 1, mag[1], even);
+      uint32_t top = BITS == 3 ? sign : mag[BITS - 2];
+      s[0] = (u0 & pair) | ((top << 2) & 0x44444444u), s[1] = (u1 & pair) | ((top << 1) & 0x44444444u);
+      s[2] = ((u0 >> 2) & pair) | (top & 0x44444444u), s[3] = ((u1 >> 2) & pair) | ((top >> 1) & 0x44444444u);
+    }
+  }
+
+  // The selector of one phase that is known at run time only.
+  __device__ __forceinline__ uint32_t selector(int phase) const {
+    uint32_t s = (mag[0] >> phase) & NIBBLES;
+    if constexpr (BITS == 2) return s | (((sign >> phase) & NIBBLES) << 1);
+    uint32_t top = BITS == 3 ? sign : mag[BITS - 2];
+    return s | (((mag[BITS > 2] >> phase) & NIBBLES) << 1) | (((top >> phase) & NIBBLES) << 2);
+  }
+
+  // Bytes of codes n = 0 .. 3 and 4 .. 7 of a phase.
+  __device__ __forceinline__ void bytes(const ByteTable &t, uint32_t selector, int phase, uint32_t &b0,
+                                        uint32_t &b1) const {
+    b0 = permute_bytes(t.low, t.high, selector), b1 = permute_bytes(t.low, t.high, selector >> 16);
+    if constexpr (BITS == 4) {
+      uint32_t negative = ((sign >> phase) & NIBBLES) << 2;  // picks byte 4, all ones
+      b0 ^= permute_bytes(0, ~0u, negative), b1 ^= permute_bytes(0, ~0u, negative >> 16);
+    }
+  }
+};
+
+}  // namespace cuda
+}  // namespace kvq

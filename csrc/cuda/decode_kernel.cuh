@@ -1,0 +1,193 @@
+// The decode kernel. Grid: (sequence and head, parts, block of rows): first the parts of the packed tokens, a run of
+// tiles each, then those of the exact tokens. In a packed part each warp takes every fourth tile. A warp copies its own
+// tiles and never waits for another inside the loop: while it sums the values of a tile, the keys of its next one are
+// on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all registers, were faster than
+// three or four.
+#pragma once
+
+#include "decode_combine.cuh"
+
+namespace kvq {
+namespace cuda {
+
+template <int KBITS_, int VBITS_, int DIM_, int VDIM_, bool OCT_>
+struct DecodeShape {
+  static constexpr int KBITS = KBITS_, VBITS = VBITS_, DIM = DIM_, VDIM = VDIM_, NUM_ROWS = OCT_ ? 8 : 4;
+  static constexpr bool OCT = OCT_;
+  using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
+  using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
+  // Shared memory in bytes: tiles (sums of the warps afterwards), bytes of the queries, one row a warp, row infos.
+  // Exact parts: values of every warp.
+  static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * NUM_ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
+  static constexpr int QUERIES = TILES > MERGED ? TILES : MERGED, ROW = QUERIES + 2 * ROWS * QueryMap<DIM>::ROW_BYTES;
+  static constexpr int INFO = ROW + 4 * WARPS * DIM, PACKED = INFO + ROWS * (int)sizeof(RowInfo);
+  static constexpr int EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8), EXACT = WARPS * EXACT_WARP;
+  static constexpr int SIZE = PACKED > EXACT ? PACKED : EXACT;
+};
+
+// Exact tokens, 16 and 16 by one warp.
+template <class T, class S>
+__device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
+                                             int part, T *shared, int lane) {
+  using Exact = ExactWarp<T, S::DIM, S::VDIM>;
+  int g = lane >> 2, c = lane & 3;
+  bool valid = g < S::NUM_ROWS && first_row + g < a.rows;
+  Exact warp;
+  warp.load_row(warp.query, valid ? query_of<T>(a, b, h, first_row + g) : nullptr, c);
+  RowMask mask = mask_of_row(a, b, h, first_row + (valid ? g : 0));
+  warp.clear();
+  for (int step = parts.exact_step(part); step < parts.exact_step(part + 1); step++) {
+    warp.start(a, b, h, step * EXACT_STEP, shared, lane);
+    float keep;
+    uint32_t upper[2], lower[2];
+    warp.weights(a, mask, step * EXACT_STEP, c, keep, upper, lower);
+    wait_copies<0>();
+    __syncwarp();
+    warp.add_values(shared, keep, upper, lower, lane);
+    __syncwarp();
+  }
+  int64_t index = parts.index(b * a.heads + h, parts.packed + part, a.rows) + first_row;
+  float sum = warp.sum + __shfl_xor_sync(~0u, warp.sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  if (c == 0 && valid) parts.state[index + g] = make_float2(warp.top, sum);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int to = 2 * c + i % 2;
+    if (to < S::NUM_ROWS && first_row + to < a.rows)
+#pragma unroll
+      for (int m = 0; m < Exact::MTILES; m++)
+        parts.sums[(index + to) * S::VDIM + Exact::dim_of(m, i / 2, g)] = warp.out[m][i];
+  }
+}
+
+// A warp's sums in floats, for weights relative to `most` of their row, to `to` [NUM_ROWS][MERGE_ROW].
+template <class S, class Warp>
+__device__ __forceinline__ void store_sums(const Warp &packed, float value_step, const float *most, const float2 *state,
+                                           float *to, int g, int c) {
+  float unit = value_step / packed.one();
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    int row = S::OCT ? 2 * c + i : (2 * c + i) & 3;
+    float factor = fast_exp2(state[row].x - most[row]) * unit;
+#pragma unroll
+    for (int m = 0; m < Warp::MTILES; m++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float upper = (float)packed.out[0][m][2 * j + i] + 0.5f * (float)packed.total[0][i], lower;
+        if constexpr (S::OCT)
+          lower = (float)packed.out[1][m][2 * j + i] + 0.5f * (float)packed.total[1][i];
+        else
+          lower = __shfl_xor_sync(~0u, upper, 2);
+        if (S::OCT || c < 2) to[row * S::MERGE_ROW + Warp::dim_of(m, j, g)] = (256 * upper + lower) * factor;
+      }
+  }
+}
+
+// The warps' sums and states become the part of this CTA.
+template <class S, class Warp>
+__device__ __forceinline__ void merge_warps(const Parts &parts, const Warp &packed, float value_step, int64_t index,
+                                            int rows, float *sums) {
+  __shared__ float2 state[WARPS][S::NUM_ROWS];
+  __shared__ float most[S::NUM_ROWS];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
+  float sum = packed.sum + __shfl_xor_sync(~0u, packed.sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  if (c == 0 && g < S::NUM_ROWS) state[warp][g] = make_float2(packed.top, sum / packed.one());
+  __syncthreads();
+  if (threadIdx.x < S::NUM_ROWS) {
+    float top = NO_SCORE, all = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, state[w][threadIdx.x].x);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all += state[w][threadIdx.x].y * fast_exp2(state[w][threadIdx.x].x - top);
+    most[threadIdx.x] = top;
+    if (threadIdx.x < rows) parts.state[index + threadIdx.x] = make_float2(top, all);
+  }
+  __syncthreads();
+  store_sums<S>(packed, value_step, most, state[warp], sums + warp * S::NUM_ROWS * S::MERGE_ROW, g, c);
+  __syncthreads();
+  for (int i = threadIdx.x; i < rows * (S::VDIM / 4); i += 32 * WARPS) {
+    int row = i / (S::VDIM / 4), column = i % (S::VDIM / 4);
+    float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      float4 v = *(const float4 *)(sums + (w * S::NUM_ROWS + row) * S::MERGE_ROW + 4 * column);
+      total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+    }
+    *(float4 *)(parts.sums + (index + row) * S::VDIM + 4 * column) = total;
+  }
+}
+
+template <class T, class S>
+__device__ __forceinline__ void attend_packed(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
+                                              char *memory) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
+  int rows = min(a.rows - first_row, S::NUM_ROWS);
+  uint32_t *mine = (uint32_t *)memory + warp * S::Tile::SIZE;
+  char *bytes = memory + S::QUERIES;
+  float *row_memory = (float *)(memory + S::ROW) + warp * S::DIM;
+  RowInfo *info = (RowInfo *)(memory + S::INFO);
+  int tile = parts.tile(blockIdx.y) + warp, stop = parts.tile(blockIdx.y + 1);
+
+  // Loads that the first steps wait for go first; the tiles' fill the queues of the memory.
+  QueryRows<T, S::DIM, !S::OCT> query;
+  query.load(a, b, h, first_row + warp, warp < rows, lane);
+  ByteTable keys(a.keys.levels, S::KBITS, lane), values(a.values.levels, S::VBITS, lane);
+  TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h);
+  auto start_keys = [&](int tile) {
+    if (tile < stop) source.start_keys(tile, mine, lane);
+    commit_copies();
+  };
+  auto start_values = [&](int tile) {
+    if (tile < stop) source.start_values(tile, mine, lane);
+    commit_copies();
+  };
+  start_keys(tile), start_values(tile);
+  query.store(a, keys.step, warp, row_memory, bytes, info, lane);
+  if constexpr (S::OCT) {
+    query.load(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
+    query.store(a, keys.step, warp + WARPS, row_memory, bytes, info, lane);
+  }
+  __syncthreads();
+  typename S::Packed packed;
+  packed.clear();
+  packed.load_queries(bytes, info, g, c);
+  int row = g & (S::NUM_ROWS - 1);
+  RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
+  for (; tile < stop; tile += WARPS) {
+    float x[BLOCK_LEN];
+    wait_copies<1>();
+    __syncwarp();
+    packed.scores(mine, keys, g, c, x);
+    __syncwarp();
+    start_keys(tile + WARPS);
+    wait_copies<1>();
+    __syncwarp();
+    packed.add_tile(mine, values, x, tile * TILE_LEN, a.start, a.length, a.softcap, mask, g, c);
+    __syncwarp();
+    start_values(tile + WARPS);
+  }
+  __syncthreads();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
+  merge_warps<S>(parts, packed, values.step, index, rows, (float *)memory);
+}
+
+template <class T, class S>
+__global__ void __launch_bounds__(THREADS, 2)
+    decode_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
+  extern __shared__ __align__(128) char memory[];
+  int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
+  if (blockIdx.y < parts.packed) {
+    attend_packed<T, S>(a, parts, b, h, first_row, memory);
+    return;
+  }
+  int warp = threadIdx.x / 32, part = (blockIdx.y - parts.packed) * WARPS + warp;
+  if (part < parts.exact)
+    attend_exact<T, S>(a, parts, b, h, first_row, part, (T *)(memory + warp * S::EXACT_WARP), threadIdx.x % 32);
+}
+
+}  // namespace cuda
+}  // namespace kvq

@@ -1,0 +1,105 @@
+// Launch of the decode kernels of one pair of head dims; a .cu file each compiles them. Splits fill the card once: all
+// packed parts run at the same time.
+#pragma once
+
+#include "decode_attend.h"
+#include "decode_kernel.cuh"
+
+namespace kvq {
+namespace cuda {
+
+constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
+constexpr int MAX_EXACT_PARTS = 16;
+
+template <class T, class S>
+struct DecodeLaunch {
+  static int blocks_at_once() {
+    static int blocks = 0;  // of the card; all cards of a machine are taken to be alike
+    if (!blocks) {
+      int device = 0, processors = 1, each = 1;
+      cudaGetDevice(&device);
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+      cudaFuncSetAttribute(decode_kernel<T, S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SIZE);
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, decode_kernel<T, S>, THREADS, S::SIZE);
+      blocks = processors * (each > 0 ? each : 1);
+    }
+    return blocks;
+  }
+
+  static Parts parts_of(const Attention &a, void *scratch) {
+    Parts parts{};
+    int64_t heads = a.batch * a.heads, row_blocks = ceil_div(a.rows, S::NUM_ROWS);
+    parts.first_tile = (int)(a.start / TILE_LEN);
+    parts.num_tiles = (int)ceil_div(a.length, TILE_LEN) - parts.first_tile;
+    parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
+    parts.exact = parts.exact_steps < MAX_EXACT_PARTS ? parts.exact_steps : MAX_EXACT_PARTS;
+    int64_t splits = blocks_at_once() / (heads * row_blocks);
+    int64_t least = ceil_div(parts.num_tiles, WARPS * MAX_WARP_TILES);
+    splits = splits > parts.num_tiles ? parts.num_tiles : splits;
+    splits = splits > least ? splits : least;
+    parts.packed = (int)splits;
+    int64_t count = heads * parts.count() * a.rows;
+    parts.sums = (float *)scratch, parts.state = (float2 *)((char *)scratch + 4 * count * S::VDIM);
+    return parts;
+  }
+
+  static int64_t scratch_bytes(const Attention &a) {
+    return (4 * S::VDIM + 8) * a.batch * a.heads * a.rows * (int64_t)parts_of(a, nullptr).count();
+  }
+
+  static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
+    Parts parts = parts_of(a, scratch);
+    dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + ceil_div(parts.exact, WARPS)),
+              (unsigned)ceil_div(a.rows, S::NUM_ROWS));
+    DecodeArgs args;
+    to_args(a, args);
+    decode_kernel<T, S><<<grid, THREADS, S::SIZE, stream>>>(args, parts);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)(a.batch * a.heads * a.rows)), config.blockDim = dim3(COMBINE_THREADS);
+    config.dynamicSmemBytes = 4 * parts.count(), config.stream = stream;
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early, config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, combine_kernel<T, S::VDIM>, args, parts);
+  }
+};
+
+template <class T, class S>
+int64_t act(Action action, const Attention &a, void *scratch, cudaStream_t stream) {
+  if (action == BYTES) return DecodeLaunch<T, S>::scratch_bytes(a);
+  if (action == LAUNCH) DecodeLaunch<T, S>::launch(a, scratch, stream);
+  return 1;
+}
+
+template <int KBITS, int VBITS, int DIM, int VDIM>
+int64_t with_bits(Action action, const Attention &a, void *scratch, cudaStream_t stream) {
+  bool few = a.rows <= 4, half = a.q.dtype == FLOAT16;
+  using Few = DecodeShape<KBITS, VBITS, DIM, VDIM, false>;
+  using Many = DecodeShape<KBITS, VBITS, DIM, VDIM, true>;
+  if (half) return few ? act<__half, Few>(action, a, scratch, stream) : act<__half, Many>(action, a, scratch, stream);
+  return few ? act<__nv_bfloat16, Few>(action, a, scratch, stream)
+             : act<__nv_bfloat16, Many>(action, a, scratch, stream);
+}
+
+// Runs `action` with the kernel of the problem's bits, or returns 0 if there is none.
+template <int DIM, int VDIM>
+int64_t with_dims(Action action, const Attention &a, void *scratch, cudaStream_t stream) {
+  switch (10 * a.keys.bits + a.values.bits) {
+    case 33:
+      return with_bits<3, 3, DIM, VDIM>(action, a, scratch, stream);
+    case 44:
+      return with_bits<4, 4, DIM, VDIM>(action, a, scratch, stream);
+    case 22:
+      return with_bits<2, 2, DIM, VDIM>(action, a, scratch, stream);
+    case 43:
+      if constexpr (DIM == VDIM && (DIM == 64 || DIM == 128))
+        return with_bits<4, 3, DIM, VDIM>(action, a, scratch, stream);
+      return 0;
+    default:
+      return 0;
+  }
+}
+
+}  // namespace cuda
+}  // namespace kvq

@@ -1,0 +1,325 @@
+// One warp's attention over packed tokens: scores and sums of values in integers, weights in registers. Nothing but the
+// softmax state and the sums outlives a tile.
+//
+//   scores^T [rows, tokens] = A (queries) . B (keys)   rows g: upper byte of a 16-bit query, rows g + 8: its lower one;
+//                                                      column g is token 2i + g % 2 of block g / 2
+//   sums^T [dims, columns]  = A (values) . B (weights) k are tokens of block c in lane c
+//
+// The column of a score in lane (g, c) is a token of block c, so the lane that computes a weight is the one that feeds
+// it to the second product. Weights times scales are 15-bit integers, again multiplied byte by byte. With at most four
+// rows a row is held twice (rows g and g + 4): columns 0 .. 3 of the sums belong to upper bytes and 4 .. 7 to lower
+// ones. With up to eight rows (OCT) upper and lower bytes are multiplied in turn.
+#pragma once
+
+#include "decode_tile.cuh"
+
+namespace kvq {
+namespace cuda {
+
+constexpr int ROWS = 8;                    // of one A fragment
+constexpr float QUERY_TOP = 32512.0f;      // of a 16-bit query: 127 * 256
+constexpr float WEIGHT_TOP_LOG2 = 13.99f;  // of a weight at the maximum when it was taken: just below 2 ** 14
+constexpr float SLACK = 1.0f;              // how far, in log2, a score may pass that maximum
+constexpr float UNIT_SLACK = 1.5f;         // how far scales may pass the largest seen
+constexpr float LOG2E = 1.4426950408889634f, NO_SCORE = -1e30f;
+
+// Step and place of query coordinate d among the bytes of a row: [step][lane c][8 codes n].
+template <int DIM>
+struct QueryMap {
+  static constexpr int WORDS = (DIM + 31) / 32, QUADS = WORDS / 4, ROW_BYTES = 32 * WORDS;
+  static __host__ __device__ constexpr int byte_of(int d) {
+    int word = d / 32, n = d % 32 / 4, phase = d % 4;
+    int step = word < 4 * QUADS ? 4 * (word / 4) + phase : word, c = word < 4 * QUADS ? word % 4 : phase;
+    return 32 * step + 8 * c + n;
+  }
+};
+
+// What a row of queries is besides its bytes: factor of the integer scores, q . centre (both times log2 e), half the
+// sum of its integers.
+struct RowInfo {
+  float factor, bias;
+  int half_sum;
+};
+
+// Which tokens a row may see; columns of the mask are counted from the first packed token.
+struct RowMask {
+  const char *data;  // null without a mask
+  int64_t stride;    // bytes
+  bool boolean;
+  __device__ __forceinline__ float add(float x, int token) const {
+    if (boolean) return data[token * stride] ? x : -INFINITY;
+    return fmaf(*(const float *)(data + token * stride), LOG2E, x);
+  }
+};
+
+// x and the result are times log2 e: cap tanh(x / cap) = cap (1 - 2 / (1 + exp(2 x / cap))).
+__device__ __forceinline__ float soft_capped(float x, float cap) {
+  return cap * LOG2E * (1.0f - __fdividef(2.0f, 1.0f + fast_exp2(__fdividef(2.0f * x, cap))));
+}
+
+// Fractions that are added before a weight is cut to an integer, spread evenly over the tokens of a block, so that
+// weights below one unit are lost on none but counted on some: sums stay unbiased.
+__host__ __device__ constexpr float fraction_of(int token) {
+  return (float)((token * 79 + 39) % 128) / 128.0f;  // 79 / 128 is next to the golden ratio
+}
+
+template <int KBITS, int VBITS, int DIM, int VDIM, bool OCT>
+struct PackedWarp {
+  using L = TileLayout<KBITS, VBITS, DIM, VDIM>;
+  using Q = QueryMap<DIM>;
+  static constexpr int CHUNKS = VDIM / 32, REST = VDIM % 32 / 16, MTILES = VDIM / 16, LIMBS = OCT ? 2 : 1;
+
+  uint32_t query[L::WORDS][4];  // A fragments of every step
+  RowInfo row;
+  float top, sum;  // maximum (log2) of row g; sum of its weights over the tokens of lane c, in units of the integers
+  float unit;      // values' scales are at most this
+  int out[LIMBS][MTILES][4], total[LIMBS][4];  // sums of integer weights times values' bytes, and of the weights
+
+  __device__ __forceinline__ void clear() {
+    top = NO_SCORE, sum = 0, unit = 1e-30f;
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        total[l][i] = 0;
+#pragma unroll
+        for (int m = 0; m < MTILES; m++) out[l][m][i] = 0;
+      }
+  }
+
+  // `bytes` [2 limbs][ROWS][ROW_BYTES], `info` [ROWS] in shared memory.
+  __device__ __forceinline__ void load_queries(const char *bytes, const RowInfo *info, int g, int c) {
+    row = info[g];
+#pragma unroll
+    for (int s = 0; s < L::WORDS; s++) {
+      int at = g * Q::ROW_BYTES + 32 * s + 8 * c;
+      uint2 upper = *(const uint2 *)(bytes + at), lower = *(const uint2 *)(bytes + ROWS * Q::ROW_BYTES + at);
+      query[s][0] = upper.x, query[s][1] = lower.x, query[s][2] = upper.y, query[s][3] = lower.y;
+    }
+  }
+
+  __device__ __forceinline__ Planes<KBITS> key_planes(const uint32_t *sign, const uint32_t *mag, int word) const {
+    Planes<KBITS> p;
+    p.sign = sign[word];
+#pragma unroll
+    for (int i = 0; i < KBITS - 1; i++) p.mag[i] = mag[i * L::WORDS + word];
+    return p;
+  }
+
+  // Integer scores of the tokens 2i and 2i + 1 of every block: upper and lower limbs.
+  __device__ __forceinline__ void multiply_keys(const uint32_t *tile, const ByteTable &table, int i, int g, int c,
+                                                int (&acc)[4]) const {
+    int token = 2 * i + (g & 1);
+    const uint32_t *sign = tile + L::key_sign(g >> 1) + token * L::WORDS;
+    const uint32_t *mag = tile + L::key_mag(g >> 1) + token * L::MAG_STRIDE;
+    uint32_t b0, b1;
+    int before[4] = {0, 0, row.half_sum, row.half_sum};
+    bool first = true;
+#pragma unroll
+    for (int quad = 0; quad < Q::QUADS; quad++) {
+      Planes<KBITS> planes = key_planes(sign, mag, 4 * quad + c);
+      uint32_t s[4];
+      planes.selectors(s);
+#pragma unroll
+      for (int phase = 0; phase < 4; phase++) {
+        const uint32_t (&a)[4] = query[4 * quad + phase];
+        planes.bytes(table, s[phase], phase, b0, b1);
+        mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, first ? before : acc);
+        first = false;
+      }
+    }
+#pragma unroll
+    for (int word = 4 * Q::QUADS; word < L::WORDS; word++) {
+      Planes<KBITS> planes = key_planes(sign, mag, word);
+      const uint32_t (&a)[4] = query[word];
+      planes.bytes(table, planes.selector(c), c, b0, b1);
+      mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, first ? before : acc);
+      first = false;
+    }
+  }
+
+  // Scores of the 32 tokens of block c, still to be multiplied by row.factor.
+  __device__ __forceinline__ void scores(const uint32_t *tile, const ByteTable &table, int g, int c,
+                                         float (&x)[BLOCK_LEN]) const {
+    const uint4 *scales = (const uint4 *)(tile + L::KEY_SCALE + c * BLOCK_LEN / 2);
+#pragma unroll
+    for (int i4 = 0; i4 < BLOCK_LEN / 8; i4++) {
+      uint4 four = scales[i4];
+      const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        int i = 4 * i4 + k, acc[4];
+        multiply_keys(tile, table, i, g, c, acc);
+        float2 scale = __half22float2(*(const __half2 *)&pairs[k]);
+        x[2 * i] = (float)(256 * acc[0] + acc[2]) * scale.x;
+        x[2 * i + 1] = (float)(256 * acc[1] + acc[3]) * scale.y;
+      }
+    }
+  }
+
+  // Takes the tile's maximum and largest scale where they are higher, and scales what was summed before.
+  __device__ __forceinline__ void raise(float most, float scale_top, int c) {
+    for (int o = 16; o; o >>= 1) scale_top = fmaxf(scale_top, __shfl_xor_sync(~0u, scale_top, o));
+    float before = unit;
+    if (scale_top > unit) unit = UNIT_SLACK * scale_top;
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), top);
+    float keep = fast_exp2(top - most) * (before / unit);
+    top = most, sum *= keep;
+    float keep0 = __shfl_sync(~0u, keep, 8 * c), keep1 = __shfl_sync(~0u, keep, 8 * c + 4);
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float k = i % 2 ? keep1 : keep0;
+        total[l][i] = __float2int_rn((float)total[l][i] * k);
+#pragma unroll
+        for (int m = 0; m < MTILES; m++) out[l][m][i] = __float2int_rn((float)out[l][m][i] * k);
+      }
+  }
+
+  // Scores times `factor` plus `offset` to weights times scales, as bytes of B fragments: weight[.][phase] holds codes
+  // n = 0 .. 3 and 4 .. 7. The float 2 ** 15 + w has w's whole part in bits 8 to 22: its limbs are two bytes.
+  __device__ __forceinline__ void weights(const float (&x)[BLOCK_LEN], const uint32_t (&scale)[BLOCK_LEN / 2],
+                                          float factor, float offset, int g, uint32_t (&weight)[LIMBS][4][2]) {
+    float y[BLOCK_LEN];
+#pragma unroll
+    for (int i = 0; i < BLOCK_LEN / 2; i++) {
+      float2 s = __half22float2(*(const __half2 *)&scale[i]);
+      float p0 = fast_exp2(fmaf(x[2 * i], factor, offset)), p1 = fast_exp2(fmaf(x[2 * i + 1], factor, offset));
+      sum += p0 + p1;
+      y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i));
+      y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1));
+    }
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++) {
+      const uint32_t two = (OCT ? l == 0 : g < 4) ? 0x0062u : 0x0051u;  // byte 2 of both (upper limb) or byte 1
+#pragma unroll
+      for (int phase = 0; phase < 4; phase++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float *from = y + 16 * h + phase;
+          uint32_t low = permute_bytes(__float_as_uint(from[0]), __float_as_uint(from[4]), two);
+          uint32_t high = permute_bytes(__float_as_uint(from[8]), __float_as_uint(from[12]), two);
+          weight[l][phase][h] = permute_bytes(low, high, 0x5410u);
+        }
+    }
+  }
+
+  // The sums take in the values of 16 * PAIRS dims of block c, 2 * PAIRS words a lane.
+  template <int PAIRS>
+  __device__ __forceinline__ void add_values(const uint32_t *sign, const uint32_t *mag, const ByteTable &table,
+                                             const uint32_t (&weight)[LIMBS][4][2], int first) {
+    Planes<VBITS> planes[2 * PAIRS];
+    uint32_t s[2 * PAIRS][4];
+#pragma unroll
+    for (int plane = 0; plane < VBITS; plane++) {
+      const uint32_t *from = plane ? mag + (plane - 1) * VDIM : sign;
+      uint32_t words[4];
+      if constexpr (PAIRS == 2)
+        *(uint4 *)words = *(const uint4 *)from;
+      else
+        *(uint2 *)words = *(const uint2 *)from;
+#pragma unroll
+      for (int i = 0; i < 2 * PAIRS; i++) (plane ? planes[i].mag[plane ? plane - 1 : 0] : planes[i].sign) = words[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; i++) planes[i].selectors(s[i]);
+#pragma unroll
+    for (int phase = 0; phase < 4; phase++)
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; pair++) {
+        uint32_t x0, x1, y0, y1;
+        planes[2 * pair].bytes(table, s[2 * pair][phase], phase, x0, x1);
+        planes[2 * pair + 1].bytes(table, s[2 * pair + 1][phase], phase, y0, y1);
+#pragma unroll
+        for (int l = 0; l < LIMBS; l++) {
+          int (&to)[4] = out[l][first + pair];
+          mma_int8<true>(to, x0, y0, x1, y1, weight[l][phase][0], weight[l][phase][1], to);
+        }
+      }
+  }
+
+  __device__ __forceinline__ void sum_values(const uint32_t *tile, const ByteTable &table, int g, int c,
+                                             const uint32_t (&weight)[LIMBS][4][2]) {
+    const uint32_t ones = 0x01010101u, *sign = tile + L::value_sign(c), *mag = tile + L::value_mag(c);
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++)
+#pragma unroll
+      for (int phase = 0; phase < 4; phase++)
+        mma_int8<true>(total[l], ones, ones, ones, ones, weight[l][phase][0], weight[l][phase][1], total[l]);
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+      add_values<2>(sign + 32 * chunk + 4 * g, mag + 32 * chunk + 4 * g, table, weight, 2 * chunk);
+    if constexpr (REST > 0)
+      add_values<1>(sign + 32 * CHUNKS + 2 * g, mag + 32 * CHUNKS + 2 * g, table, weight, 2 * CHUNKS);
+  }
+
+  // The dim of out[.][m][2 * i ..] in lane g: dims lie as the words were read.
+  static __device__ __forceinline__ int dim_of(int m, int i, int g) {
+    return m / 2 < CHUNKS ? 32 * (m / 2) + 4 * g + 2 * (m % 2) + i : 32 * CHUNKS + 2 * g + i;
+  }
+
+  // What a weight of one is in units of the integers.
+  __device__ __forceinline__ float one() const { return fast_exp2(WEIGHT_TOP_LOG2) / unit; }
+
+  // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. `here` is the first of block c.
+  __device__ __forceinline__ void restrict_scores(float (&x)[BLOCK_LEN], uint32_t (&scale)[BLOCK_LEN / 2], int here,
+                                                  int start, int stop, float softcap, const RowMask &mask) const {
+#pragma unroll
+    for (int t = 0; t < BLOCK_LEN; t++) x[t] = fmaf(x[t], row.factor, row.bias);
+    if (softcap > 0)
+#pragma unroll
+      for (int t = 0; t < BLOCK_LEN; t++) x[t] = soft_capped(x[t], softcap);
+    if (mask.data) {  // of a token beyond the last that of the last one is read
+      int last = stop - 1 - here;
+      const char *data = mask.data + here * mask.stride;
+      if (mask.boolean)
+#pragma unroll
+        for (int t = 0; t < BLOCK_LEN; t++) x[t] = data[min(t, last) * mask.stride] ? x[t] : -INFINITY;
+      else
+#pragma unroll
+        for (int t = 0; t < BLOCK_LEN; t++)
+          x[t] = fmaf(*(const float *)(data + min(t, last) * mask.stride), LOG2E, x[t]);
+    }
+#pragma unroll
+    for (int t = 0; t < BLOCK_LEN; t++) {
+      bool in = here + t >= start && here + t < stop;
+      x[t] = in ? x[t] : -INFINITY;
+      scale[t / 2] &= in ? ~0u : t % 2 ? 0x0000FFFFu : 0xFFFF0000u;
+    }
+  }
+
+  // The values of a tile whose scores are x; `first` is its first token.
+  __device__ __forceinline__ void add_tile(const uint32_t *tile, const ByteTable &values, float (&x)[BLOCK_LEN],
+                                           int first, int start, int stop, float softcap, const RowMask &mask, int g,
+                                           int c) {
+    uint32_t scale[BLOCK_LEN / 2];
+    const uint4 *from = (const uint4 *)(tile + L::VALUE_SCALE + c * BLOCK_LEN / 2);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      uint4 v = from[i];
+      scale[4 * i] = v.x, scale[4 * i + 1] = v.y, scale[4 * i + 2] = v.z, scale[4 * i + 3] = v.w;
+    }
+    float factor = row.factor, bias = row.bias;
+    if (__builtin_expect(softcap > 0 || mask.data || first < start || first + TILE_LEN > stop, 0)) {
+      restrict_scores(x, scale, first + c * BLOCK_LEN, start, stop, softcap, mask);
+      factor = 1, bias = 0;
+    }
+    float most = x[0];
+    __half2 scale_top = *(const __half2 *)&scale[0];
+#pragma unroll
+    for (int i = 1; i < BLOCK_LEN / 2; i++) scale_top = __hmax2(scale_top, *(const __half2 *)&scale[i]);
+#pragma unroll
+    for (int t = 1; t < BLOCK_LEN; t++) most = fmaxf(most, x[t]);
+    most = fmaf(most, factor, bias);
+    float scale_most = fmaxf(__low2float(scale_top), __high2float(scale_top));
+    if (__builtin_expect(__any_sync(~0u, most > top + SLACK || scale_most > unit), 0)) raise(most, scale_most, c);
+    uint32_t weight[LIMBS][4][2];
+    weights(x, scale, factor, bias - top + WEIGHT_TOP_LOG2 - __log2f(unit), g, weight);
+    sum_values(tile, values, g, c, weight);
+  }
+};
+
+}  // namespace cuda
+}  // namespace kvq

@@ -1,0 +1,128 @@
+// The queries of one key/value head, rotated and cut into bytes: every CTA does this for itself while its first tiles
+// are on their way.
+#pragma once
+
+#include "decode_exact.cuh"
+#include "fixed_rotation.cuh"
+
+namespace kvq {
+namespace cuda {
+
+template <class T>
+__device__ __forceinline__ float to_float(T x);
+template <>
+__device__ __forceinline__ float to_float<__half>(__half x) {
+  return __half2float(x);
+}
+template <>
+__device__ __forceinline__ float to_float<__nv_bfloat16>(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+
+// Row = group member * M + query token, of key/value head h of sequence b.
+struct QueryPlace {
+  int b, head, token;
+  __device__ __forceinline__ QueryPlace(const DecodeArgs &a, int b, int h, int row) : b(b) {
+    int queries = a.queries, member = queries == 1 ? row : row / queries;
+    head = h * a.group + member, token = row - member * queries;
+  }
+  __device__ __forceinline__ int64_t at(const int *stride) const {
+    return (int64_t)b * stride[0] + (int64_t)head * stride[1] + (int64_t)token * stride[2];
+  }
+};
+
+template <class T>
+__device__ __forceinline__ const T *query_of(const DecodeArgs &a, int b, int h, int row) {
+  return (const T *)a.q.data + QueryPlace(a, b, h, row).at(a.q.stride);
+}
+
+__device__ __forceinline__ RowMask mask_of_row(const DecodeArgs &a, int b, int h, int row) {
+  RowMask mask{nullptr, 0, a.mask_bytes == 1};
+  if (!a.mask) return mask;
+  mask.stride = a.mask_stride[3] * a.mask_bytes;
+  mask.data = a.mask + a.mask_bytes * QueryPlace(a, b, h, row).at(a.mask_stride) + a.num_sinks * mask.stride;
+  return mask;
+}
+
+// Bytes of a row from its rotated coordinates, `N` of lane: x [.., i] is coordinate first + i * stride.
+template <int DIM, bool TWICE, int N>
+__device__ __forceinline__ void store_row(const float (&x)[N], int first, int stride, float bias, float scale,
+                                          float step, int place, char *bytes, RowInfo *info, int lane) {
+  using Q = QueryMap<DIM>;
+  constexpr int COPY = 4 * Q::ROW_BYTES;
+  char *upper = bytes + place * Q::ROW_BYTES, *lower = upper + ROWS * Q::ROW_BYTES;
+  float most = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(x[i]));
+  for (int o = 16; o; o >>= 1) {
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+    bias += __shfl_xor_sync(~0u, bias, o);
+  }
+  float inverse = most > 0 ? __fdividef(QUERY_TOP, most) : 0;
+  int total = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    int n = __float2int_rn(fminf(fmaxf(x[i] * inverse, -QUERY_TOP), QUERY_TOP)), high = (n + 128) >> 8;
+    int at = Q::byte_of(first + i * stride);
+    upper[at] = (char)high, lower[at] = (char)(n - 256 * high);
+    if (TWICE) upper[COPY + at] = (char)high, lower[COPY + at] = (char)(n - 256 * high);
+    total += n;
+  }
+  total = __reduce_add_sync(~0u, total);
+  if (lane <= TWICE) info[place + 4 * lane] = {most * (1.0f / QUERY_TOP) * step * scale, bias * scale, total / 2};
+}
+
+// Rows first_row + warp, + WARPS, .. by their warps: bytes [2 limbs][ROWS][ROW_BYTES] and `info` [ROWS] of the CTA; `x`
+// [DIM] is this warp's. A row goes to its place, and to place + 4 if rows are held twice; one beyond the last is zero.
+template <class T, int DIM, bool TWICE>
+struct QueryRows {
+  static constexpr int N = (DIM + 31) / 32;
+  static constexpr bool IN_REGISTERS = DIM == 32 * fixed::largest_power(N) && DIM >= 64;
+  const float *centre, *balance;
+  fixed::WarpRotation<IN_REGISTERS ? N : 2> rotation;
+  float c[N], b[N], q[N];
+
+  static __device__ __forceinline__ int dim_of(int i, int lane) { return IN_REGISTERS ? N * lane + i : lane + 32 * i; }
+
+  // Starts what must come from memory.
+  __device__ __forceinline__ void load(const DecodeArgs &a, int sequence, int h, int row, bool valid, int lane) {
+    const StoreArgs &k = a.keys;
+    centre = k.centre ? k.centre + (int64_t)sequence * k.centre_stride[0] + h * k.centre_stride[1] : nullptr;
+    balance = k.balance ? k.balance + (int64_t)sequence * k.balance_stride[0] + h * k.balance_stride[1] : nullptr;
+    if (IN_REGISTERS && !k.rotation.matrix) rotation.load(k.rotation, false, lane);
+    const T *from = query_of<T>(a, sequence, h, valid ? row : 0);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      int d = dim_of(i, lane);
+      bool in = DIM % 32 == 0 || d < DIM;
+      c[i] = centre && in ? __ldg(centre + d) : 0, b[i] = balance && in ? __ldg(balance + d) : 1;
+      q[i] = valid && in ? to_float<T>(from[d]) : 0;
+    }
+  }
+
+  __device__ __forceinline__ void store(const DecodeArgs &a, float step, int place, float *x, char *bytes,
+                                        RowInfo *info, int lane) {
+    float bias = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) bias = fmaf(q[i], c[i], bias), q[i] *= b[i];
+    const Rotation &r = a.keys.rotation;
+    bool turned = false;
+    if constexpr (IN_REGISTERS)
+      if (!r.matrix) rotation.turn(q, r, false, lane), turned = true;
+    if (!turned) {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        if (DIM % 32 == 0 || dim_of(i, lane) < DIM) x[dim_of(i, lane)] = q[i];
+      __syncwarp();
+      fixed::rotate_row<DIM>(x, r, false, lane);
+#pragma unroll
+      for (int i = 0; i < N; i++) q[i] = DIM % 32 == 0 || dim_of(i, lane) < DIM ? x[dim_of(i, lane)] : 0;
+      __syncwarp();
+    }
+    constexpr int STRIDE = IN_REGISTERS ? 1 : 32;
+    store_row<DIM, TWICE>(q, dim_of(0, lane), STRIDE, bias, a.scale * LOG2E, step, place, bytes, info, lane);
+  }
+};
+
+}  // namespace cuda
+}  // namespace kvq

@@ -1,0 +1,102 @@
+// A tile of the packed body in shared memory: 128 tokens, that is 4 blocks of 32, of one key/value head.
+//
+// Lane c of four (lane = 4 g + c) works on block c throughout: it has scores of that block's tokens and whole words of
+// its values. Blocks are padded so that the lanes' reads fall into different banks.
+#pragma once
+
+#include "decode_codes.cuh"
+#include "decode_args.h"
+
+namespace kvq {
+namespace cuda {
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int TILE_BLOCKS = 4, TILE_LEN = TILE_BLOCKS * BLOCK_LEN;
+
+// Padding of block i, in units of 4 words, so that eight lanes of two tokens (`stride` words apart) and four blocks
+// read eight different units of the 32 banks.
+__host__ __device__ constexpr int key_pad(int stride, int i) {
+  return stride / 4 % 8 == 2 || stride / 4 % 8 == 6 ? (i & 1) + 4 * (i >> 1) : stride / 4 % 8 == 4 ? i : 2 * i;
+}
+
+template <int KBITS, int VBITS, int DIM, int VDIM>
+struct TileLayout {  // all in words
+  static constexpr int WORDS = (DIM + 31) / 32, MAG_STRIDE = (KBITS - 1) * WORDS;
+  static constexpr int VALUE_PAD = (8 + 32 - VDIM % 32) % 32, MAG_PAD = (8 + 32 - (VBITS - 1) * VDIM % 32) % 32;
+  static constexpr int KEY_SIGN = 0, KEY_MAG = KEY_SIGN + TILE_LEN * WORDS + 32;
+  static constexpr int VALUE_SIGN = KEY_MAG + TILE_LEN * MAG_STRIDE + 32;
+  static constexpr int VALUE_MAG = VALUE_SIGN + TILE_BLOCKS * (VDIM + VALUE_PAD);
+  static constexpr int KEY_SCALE = VALUE_MAG + TILE_BLOCKS * ((VBITS - 1) * VDIM + MAG_PAD);
+  static constexpr int VALUE_SCALE = KEY_SCALE + TILE_LEN / 2, SIZE = VALUE_SCALE + TILE_LEN / 2;
+  static_assert(SIZE % 4 == 0, "tiles are copied in units of 16 bytes");
+
+  static __device__ __forceinline__ int key_sign(int block) {
+    return KEY_SIGN + block * BLOCK_LEN * WORDS + 4 * key_pad(WORDS, block);
+  }
+  static __device__ __forceinline__ int key_mag(int block) {
+    return KEY_MAG + block * BLOCK_LEN * MAG_STRIDE + 4 * key_pad(MAG_STRIDE, block);
+  }
+  static __device__ __forceinline__ int value_sign(int block) { return VALUE_SIGN + block * (VDIM + VALUE_PAD); }
+  static __device__ __forceinline__ int value_mag(int block) {
+    return VALUE_MAG + block * ((VBITS - 1) * VDIM + MAG_PAD);
+  }
+};
+
+// One (sequence, head) of the stores, and the copies of its tiles by a warp: 16 bytes a lane and instruction.
+template <class L, int KBITS, int VBITS, int VDIM>
+struct TileSource {
+  const uint32_t *key_sign, *key_mag, *value_sign, *value_mag;
+  const uint16_t *key_scale, *value_scale;
+  int num_blocks;  // that hold tokens
+
+  __device__ __forceinline__ TileSource(const DecodeArgs &a, int b, int h) {
+    const StoreArgs &k = a.keys, &v = a.values;
+    key_sign = k.sign + (int64_t)b * k.sign_stride[0] + (int64_t)h * k.sign_stride[1];
+    key_mag = k.mag + (int64_t)b * k.mag_stride[0] + (int64_t)h * k.mag_stride[1];
+    key_scale = k.scale + (int64_t)b * k.scale_stride[0] + (int64_t)h * k.scale_stride[1];
+    value_sign = v.sign + (int64_t)b * v.sign_stride[0] + (int64_t)h * v.sign_stride[1];
+    value_mag = v.mag + (int64_t)b * v.mag_stride[0] + (int64_t)h * v.mag_stride[1];
+    value_scale = v.scale + (int64_t)b * v.scale_stride[0] + (int64_t)h * v.scale_stride[1];
+    num_blocks = (a.length + BLOCK_LEN - 1) / BLOCK_LEN;
+  }
+
+  // Up to four blocks of WORDS words each; to(block) is a place in words.
+  template <int WORDS, class Place>
+  static __device__ __forceinline__ void copy_blocks(const uint32_t *from, uint32_t *shared, Place to, int blocks,
+                                                     int lane) {
+    constexpr int UNITS = WORDS / 4;
+    if constexpr (UNITS % 32 == 0) {
+#pragma unroll
+      for (int block = 0; block < TILE_BLOCKS; block++)
+        if (block < blocks)
+#pragma unroll
+          for (int i = 0; i < UNITS / 32; i++)
+            start_copy(shared + to(block) + 4 * (lane + 32 * i), from + block * WORDS + 4 * (lane + 32 * i));
+    } else {
+      for (int i = lane; i < blocks * UNITS; i += 32)
+        start_copy(shared + to(i / UNITS) + 4 * (i % UNITS), from + 4 * i);
+    }
+  }
+  static __device__ __forceinline__ void copy_scales(const uint16_t *from, uint32_t *shared, int blocks, int lane) {
+    if (lane < 4 * blocks) start_copy(shared + 4 * lane, from + 8 * lane);
+  }
+
+  // Start the copies of a tile's keys or values; the caller commits them.
+  __device__ __forceinline__ void start_keys(int tile, uint32_t *shared, int lane) const {
+    int64_t first = (int64_t)tile * TILE_LEN;
+    int blocks = min(num_blocks - tile * TILE_BLOCKS, TILE_BLOCKS);
+    copy_blocks<BLOCK_LEN * L::WORDS>(key_sign + first * L::WORDS, shared, L::key_sign, blocks, lane);
+    copy_blocks<BLOCK_LEN * L::MAG_STRIDE>(key_mag + first * L::MAG_STRIDE, shared, L::key_mag, blocks, lane);
+    copy_scales(key_scale + first, shared + L::KEY_SCALE, blocks, lane);
+  }
+  __device__ __forceinline__ void start_values(int tile, uint32_t *shared, int lane) const {
+    int64_t first = (int64_t)tile * TILE_BLOCKS * VDIM;
+    int blocks = min(num_blocks - tile * TILE_BLOCKS, TILE_BLOCKS);
+    copy_blocks<VDIM>(value_sign + first, shared, L::value_sign, blocks, lane);
+    copy_blocks<(VBITS - 1) * VDIM>(value_mag + first * (VBITS - 1), shared, L::value_mag, blocks, lane);
+    copy_scales(value_scale + (int64_t)tile * TILE_LEN, shared + L::VALUE_SCALE, blocks, lane);
+  }
+};
+
+}  // namespace cuda
+}  // namespace kvq

@@ -1,0 +1,11 @@
+#include "encode_kernel.cuh"
+
+namespace kvq {
+namespace cuda {
+
+void launch_encode_128(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
+  halves::launch<128>(c, num_multiprocessors, stream);
+}
+
+}  // namespace cuda
+}  // namespace kvq

@@ -1,0 +1,11 @@
+#include "encode_kernel.cuh"
+
+namespace kvq {
+namespace cuda {
+
+void launch_encode_256(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
+  halves::launch<256>(c, num_multiprocessors, stream);
+}
+
+}  // namespace cuda
+}  // namespace kvq

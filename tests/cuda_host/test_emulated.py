@@ -1,0 +1,102 @@
+"""The ops of the CUDA library on the CPU, by the emulator of this folder."""
+
+import fcntl
+
+import emulated_library
+import pytest
+import torch
+from cuda_host import attend_checks as checks
+from cuda_host import codec_checks
+from op_cases import CASES
+
+from torch_kvq.ops.schemas import SCALE_RULES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not emulated_library.is_possible(), reason="needs g++ and the headers of CUDA"),
+]
+HUGE = ("rows", "rows-masked")  # an hour of emulation
+SMALL_CASES = [case for case in CASES if case.name not in HUGE]
+
+
+@pytest.fixture(scope="module")
+def ops():
+    folder = emulated_library.ROOT / "build" / "kvq_emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return emulated_library.load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SMALL_CASES, ids=checks.named)
+def test_attend(ops, case, dtype):
+    checks.check_attend(ops, "cpu", checks.in_dtype(case, dtype))
+
+
+@pytest.mark.parametrize("case", [case for case in checks.SCORE_CASES if case in SMALL_CASES], ids=checks.named)
+def test_scores_and_sums(ops, case):
+    checks.check_scores_and_sums(ops, "cpu", case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case, make_mask", checks.LONG_CASES)
+def test_many_query_tokens(ops, case, make_mask, dtype):
+    checks.check_long(ops, "cpu", checks.in_dtype(case, dtype), make_mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", checks.LATENT_CASES + checks.EXTREME_CASES, ids=checks.named)
+def test_latents_and_extremes(ops, case, dtype):
+    checks.check_attend(ops, "cpu", checks.in_dtype(case, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_values_of_any_magnitude(ops, size, dtype):
+    checks.check_values_of_any_magnitude(ops, "cpu", size, dtype)
+
+
+@pytest.mark.parametrize("dim", [80, 128])
+def test_stores_with_gaps(ops, dim):
+    checks.check_stores_with_gaps(ops, "cpu", checks.Case("gaps", dim=dim, tokens=100, queries=2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_stays_in_its_row(ops, dtype):
+    checks.check_nan_stays_in_its_row(ops, "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", checks.HALF)
+def test_output_rounds_once(ops, dtype):
+    checks.check_output_rounds_once(ops, "cpu", dtype)
+
+
+@pytest.mark.parametrize("kind", ["isoquant", "hadamard2", "dense"])
+@pytest.mark.parametrize("dim", [4, 80, 128, 512])
+def test_rotate(ops, dim, kind):
+    codec_checks.check_rotate(ops, "cpu", dim, kind)
+
+
+CODECS = [(64, "isoquant"), (128, "isoquant"), (256, "hadamard"), (80, "isoquant"), (12, "dense")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dim, kind", CODECS)
+def test_encode_and_decode(ops, dim, kind, along_tokens, dtype):
+    bits, rule = 2 + dim % 3, SCALE_RULES[dim // 4 % 4]
+    for plain in (False, True):  # tensor cores take values without centre and balance
+        codec_checks.check_encode(ops, "cpu", dim, kind, bits, along_tokens, rule, dtype, plain)
+    codec_checks.check_decode(ops, "cpu", dim, kind, bits, along_tokens, dtype)
+
+
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_encode_of_odd_vectors(ops, dim, along_tokens):
+    codec_checks.check_encode_of_odd_vectors(ops, "cpu", dim, along_tokens, "unbiased", torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merge(ops, dtype):
+    codec_checks.check_merge(ops, "cpu", dtype)
