@@ -10,7 +10,7 @@ from metal_shaders import DEVICE, needs_emulator, needs_shaders, run, shaders  #
 from op_cases import Case, encode, make_store, problem, relative_error
 from test_ops import ARGUMENTS, calls
 
-from torch_kvq import IsoQuantCache, backends, ops
+from torch_kvq import IsoQuantCache, backends, cli, ops
 from torch_kvq.backends import metal
 from torch_kvq.backends.metal import library, plan
 from torch_kvq.ops import reference
@@ -183,6 +183,20 @@ def test_a_real_model_writes_the_same_tokens(on_cpu, monkeypatch, smollm2):
     counts = [launch.kernel for each in made for launch in each.launches]
     layers = model.config.num_hidden_layers
     assert counts.count("attend_words") >= 9 * layers and counts.count("encode_values") >= layers
+
+
+@needs_emulator
+def test_the_selftest_runs_every_operator_by_shaders(on_cpu, shaders):  # noqa: F811
+    asked = []
+
+    def recorded(name):
+        serve = metal.launcher(name)
+        return lambda *arguments: asked.append(name) or serve(*arguments)
+
+    on_cpu({name: recorded(name) for name in NAMES})
+    rows = dict(cli.selftest_rows("cpu"))
+    assert set(asked) == set(NAMES) and len(rows) == 11
+    assert max(rows.values()) < 1e-4
 
 
 @needs_shaders
