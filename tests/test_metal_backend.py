@@ -311,6 +311,13 @@ def test_splits_cover_every_block_once(start, stop, others, value_dim):
     assert cut.words or cut.blocks % 4 == 0
 
 
+def test_the_wheel_holds_every_source():
+    tomllib = pytest.importorskip("tomllib")
+    package = library.FOLDER.parent
+    rules = tomllib.loads((package.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][package.name]
+    assert {path for rule in rules for path in package.glob(rule)} >= set(library.FOLDER.iterdir())
+
+
 def test_sources_are_ascii_without_project_headers():
     for path in library.FOLDER.glob("*.metal"):
         assert path.read_text().isascii()

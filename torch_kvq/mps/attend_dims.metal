@@ -6,6 +6,24 @@ constant constexpr uint kPartThreads = kThreads / kParts;
 constant constexpr uint kPartBlocks = kSimds / kParts;                // of a tile
 constant constexpr uint kSlots = (kValueDim + kPartThreads - 1) / kPartThreads;  // coordinates of a thread
 
+// The sum or the maximum over a simdgroup of a number each row has.
+inline void publish(threadgroup float* target, thread const float* x, bool sum, uint lane) {
+  for (uint r = 0; r < kRows; ++r) {
+    const float all = sum ? simd_sum(x[r]) : simd_max(x[r]);
+    if (lane == 0) {
+      target[r] = all;
+    }
+  }
+}
+
+inline float highest_of(threadgroup const float* each, uint r) {
+  float highest = each[r];
+  for (uint s = 1; s < kSimds; ++s) {
+    highest = max(highest, each[s * kRows + r]);
+  }
+  return highest;
+}
+
 [[max_total_threads_per_threadgroup(128)]]
 kernel void attend_dims(
     device const float* rotated [[buffer(0)]],  // [B, H, rows, kPadded]
@@ -61,19 +79,10 @@ kernel void attend_dims(
     float x[kRows];
     weigh_token(body, sizes, softcap, token, head, first, query, key_level, x);
     const float scale = value_scale_of(body, sizes, token);
-    for (uint r = 0; r < kRows; ++r) {
-      const float highest = simd_max(x[r]);
-      if (lane == 0) {
-        each[simd * kRows + r] = highest;
-      }
-    }
+    publish(each + simd * kRows, x, false, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint r = 0; r < kRows; ++r) {
-      float highest = each[r];
-      for (uint s = 1; s < kSimds; ++s) {
-        highest = max(highest, each[s * kRows + r]);
-      }
-      const float factor = soften(x[r], top[r], total[r], highest);
+      const float factor = soften(x[r], top[r], total[r], highest_of(each, r));
       weights[r * kThreads + index] = x[r] * scale;
       for (uint k = 0; k < kSlots; ++k) {
         sum[k * kRows + r] *= factor;
@@ -81,36 +90,18 @@ kernel void attend_dims(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint n = part * kPartBlocks; n < (part + 1) * kPartBlocks && tile + n < last_block; ++n) {
-      for (uint k = 0; k < kSlots; ++k) {
-        if (coordinate + k * kPartThreads < kValueDim) {
-          add_block(words, tile + n, coordinate + k * kPartThreads, weights + n * kWidth, kThreads, value_level,
-                    sum + k * kRows);
-        }
-      }
+      add_coordinates(words, tile + n, coordinate, kPartThreads, weights + n * kWidth, kThreads, value_level, sum);
     }
   }
   // A part's sum of weights is that of the lanes which scored its blocks.
-  for (uint r = 0; r < kRows; ++r) {
-    const float all = simd_sum(total[r]);
-    if (lane == 0) {
-      each[simd * kRows + r] = all;
-    }
-  }
+  publish(each + simd * kRows, total, true, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint r = 0; r < kRows && first + r < sizes.rows; ++r) {
-    const long at = (flat + first + r) * sizes.splits + group.x * kParts + part;
-    for (uint k = 0; k < kSlots; ++k) {
-      if (coordinate + k * kPartThreads < kValueDim) {
-        sums[at * kValueDim + coordinate + k * kPartThreads] = sum[k * kRows + r];
-      }
-    }
-    if (coordinate == 0) {
-      float all = 0.0f;
-      for (uint s = part * kPartBlocks; s < (part + 1) * kPartBlocks; ++s) {
-        all += each[s * kRows + r];
-      }
-      state[2 * at] = top[r];
-      state[2 * at + 1] = all;
+  for (uint r = 0; r < kRows; ++r) {
+    total[r] = 0.0f;
+    for (uint s = part * kPartBlocks; s < (part + 1) * kPartBlocks; ++s) {
+      total[r] += each[s * kRows + r];
     }
   }
+  const long split = (flat + first) * sizes.splits + group.x * kParts + part;
+  write_rows(sums, state, split, sizes.splits, sizes.rows - first, sum, top, total, coordinate, kPartThreads);
 }

@@ -72,5 +72,9 @@ kernel void attend_exact(
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
-  write_rows(sums, state, (flat + first) * sizes.splits + split, sizes.splits, sizes.rows - first, sum, top, total, lane);
+  for (uint r = 0; r < kRows; ++r) {
+    total[r] = simd_sum(total[r]);
+  }
+  write_rows(sums, state, (flat + first) * sizes.splits + split, sizes.splits, sizes.rows - first, sum, top, total, lane,
+             kWidth);
 }

@@ -67,12 +67,12 @@ kernel void attend_words(
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint k = 0; k < kSlots; ++k) {
-      if (lane + k * kWidth < kValueDim) {
-        add_block(words, block, lane + k * kWidth, mine, kWidth, value_level, sum + k * kRows);
-      }
-    }
+    add_coordinates(words, block, lane, kWidth, mine, kWidth, value_level, sum);
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
-  write_rows(sums, state, (flat + first) * sizes.splits + split, sizes.splits, sizes.rows - first, sum, top, total, lane);
+  for (uint r = 0; r < kRows; ++r) {
+    total[r] = simd_sum(total[r]);
+  }
+  write_rows(sums, state, (flat + first) * sizes.splits + split, sizes.splits, sizes.rows - first, sum, top, total, lane,
+             kWidth);
 }

@@ -7,6 +7,18 @@ struct Sizes {
   long rounds, has_blocks, has_matrix;
 };
 
+// Sums of the weights of packed and of all tokens.
+inline void sum_weights(
+    device const float* state, constant Sizes& sizes, float offset, uint lane, thread float& packed, thread float& total) {
+  for (long n = lane; n < sizes.splits; n += kWidth) {
+    const float weight = state[2 * n + 1] * precise::exp(state[2 * n] - offset);
+    total += weight;
+    packed += n < sizes.packed_splits ? weight : 0.0f;
+  }
+  packed = simd_sum(packed);
+  total = simd_sum(total);
+}
+
 [[max_total_threads_per_threadgroup(128)]]
 kernel void finish(
     device const float* sums [[buffer(0)]],   // [rows, splits, kDim], packed splits first
@@ -46,26 +58,27 @@ kernel void finish(
   const float offset = sizes.normalise && peak != -INFINITY ? peak : 0.0f;
   float packed = 0.0f;
   float total = 0.0f;
-  for (long n = lane; n < sizes.splits; n += kWidth) {
-    const float weight = state[2 * n + 1] * precise::exp(state[2 * n] - offset);
-    total += weight;
-    packed += n < sizes.packed_splits ? weight : 0.0f;
-  }
-  packed = simd_sum(packed);
-  total = simd_sum(total) + (sizes.has_sinks ? precise::exp(sink_logits[query_head] - offset) : 0.0f);
-  threadgroup float* v = vectors + simd * kDim;
+  sum_weights(state, sizes, offset, lane, packed, total);
+  total += sizes.has_sinks ? precise::exp(sink_logits[query_head] - offset) : 0.0f;
+  float rotated[kPerLane];
   float exact[kPerLane];
   for (uint k = 0; k < kPerLane; ++k) {
-    const uint i = lane + k * kWidth;
-    float rotated = 0.0f;
+    rotated[k] = 0.0f;
     exact[k] = 0.0f;
-    for (long n = 0; i < kDim && n < sizes.splits; ++n) {
-      const float part = sums[n * kDim + i] * precise::exp(state[2 * n] - offset);
-      rotated += n < sizes.packed_splits ? part : 0.0f;
+  }
+  for (long n = 0; n < sizes.splits; ++n) {
+    const float weight = precise::exp(state[2 * n] - offset);
+    for (uint k = 0; k < kPerLane; ++k) {
+      const uint i = lane + k * kWidth;
+      const float part = i < kDim ? weight * sums[n * kDim + i] : 0.0f;
+      rotated[k] += n < sizes.packed_splits ? part : 0.0f;
       exact[k] += n < sizes.packed_splits ? 0.0f : part;
     }
-    if (i < kDim) {
-      v[i] = rotated;
+  }
+  threadgroup float* v = vectors + simd * kDim;
+  for (uint k = 0; k < kPerLane; ++k) {
+    if (lane + k * kWidth < kDim) {
+      v[lane + k * kWidth] = rotated[k];
     }
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);

@@ -59,23 +59,20 @@ inline void begin_rows(thread float* sum, uint count, thread float* top, thread 
   }
 }
 
-// What a simdgroup that is a split leaves of `count` rows: sum[k * kRows + r] of coordinate lane + 32 k, and the state.
-// `first` is the split of the first row, `splits` further that of the next.
+// What a split leaves of `count` rows, written by threads each of which owns the coordinates `begin`, `begin + step`, ..:
+// sum[k * kRows + r] of its k-th, and the state, of which `total` is the sum of all weights. `first` is the split of the
+// first row, `splits` further that of the next.
 inline void write_rows(
     device float* sums, device float* state, long first, long splits, long count, thread const float* sum,
-    thread const float* top, thread const float* total, uint lane) {
-  for (uint r = 0; r < kRows; ++r) {
-    const float all = simd_sum(total[r]);
-    if (r >= count) {
-      continue;
-    }
+    thread const float* top, thread const float* total, uint begin, uint step) {
+  for (uint r = 0; r < kRows && r < count; ++r) {
     const long at = first + r * splits;
-    for (uint i = lane; i < kValueDim; i += kWidth) {
-      sums[at * kValueDim + i] = sum[i / kWidth * kRows + r];
+    for (uint i = begin; i < kValueDim; i += step) {
+      sums[at * kValueDim + i] = sum[i / step * kRows + r];
     }
-    if (lane == 0) {
+    if (begin == 0) {
       state[2 * at] = top[r];
-      state[2 * at + 1] = all;
+      state[2 * at + 1] = total[r];
     }
   }
 }

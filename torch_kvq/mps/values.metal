@@ -39,3 +39,12 @@ inline void add_block(
     }
   }
 }
+
+// The same for the coordinates `begin`, `begin + step`, .. of a thread: sum[k * kRows + r] of its k-th.
+inline void add_coordinates(
+    thread const Words& words, long block, uint begin, uint step, threadgroup const float* weights, uint stride,
+    thread const float* level, thread float* sum) {
+  for (uint k = 0; begin + k * step < kValueDim; ++k) {
+    add_block(words, block, begin + k * step, weights, stride, level, sum + k * kRows);
+  }
+}
