@@ -12,6 +12,7 @@ from .experts import ExpertOffloadHook, fit, load_with_expert_offload, offload_e
 
 backends.native.load()
 backends.cuda.load()
+backends.metal.load()
 interface.register()
 
 __version__ = "0.1.0"

@@ -5,16 +5,16 @@ import dataclasses
 import torch
 
 from ..ops.schemas import NAMES, NAMESPACE
-from . import cuda, native
+from . import cuda, metal, native
 from .native import cpu_isa
 
-__all__ = ["Report", "Row", "cpu_isa", "cuda", "native", "report"]
+__all__ = ["Report", "Row", "cpu_isa", "cuda", "metal", "native", "report"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One operator on one device. ``served_by`` on the CPU an instruction set, that of 16-bit queries too where it is another,
-    on CUDA ``native`` or ``triton``, or ``reference`` on either; ``skipped`` name to reason."""
+    on CUDA ``native`` or ``triton``, on MPS ``metal``, or ``reference`` on each; ``skipped`` name to reason."""
 
     op: str
     device: str
@@ -65,7 +65,13 @@ def _cuda_row(op: str) -> Row:
     return Row(op, "cuda", cuda.served_by(), cuda.skipped())
 
 
+def _mps_row(op: str) -> Row:
+    return Row(op, "mps", metal.served_by(), metal.skipped(op))
+
+
 def report() -> Report:
-    """What serves each operator on the CPU, and on CUDA devices if there are any, and why nothing faster does."""
+    """What serves each operator on the CPU, and on CUDA and MPS devices if there are any, and why nothing faster does."""
     rows = [_cpu_row(op) for op in NAMES]
-    return Report((*rows, *map(_cuda_row, NAMES)) if torch.cuda.is_available() else tuple(rows))
+    rows += map(_cuda_row, NAMES) if torch.cuda.is_available() else ()
+    rows += map(_mps_row, NAMES) if torch.backends.mps.is_available() else ()
+    return Report(tuple(rows))
