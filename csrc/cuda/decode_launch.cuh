@@ -31,12 +31,13 @@ struct DecodeLaunch {
     int64_t heads = a.batch * a.heads, row_blocks = ceil_div(a.rows, S::NUM_ROWS);
     parts.first_tile = (int)(a.start / TILE_LEN);
     parts.num_tiles = (int)ceil_div(a.length, TILE_LEN) - parts.first_tile;
-    int64_t splits = blocks_at_once() / (heads * row_blocks);
-    int64_t least = ceil_div(parts.num_tiles, WARPS * MAX_WARP_TILES);
-    splits = splits > parts.num_tiles ? parts.num_tiles : splits;
-    splits = splits > least ? splits : least;
-    parts.packed = (int)splits;
     parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
+    int64_t splits = blocks_at_once() / (heads * row_blocks), most = ceil_div(parts.exact_steps, WARPS);
+    int64_t least = ceil_div(parts.num_tiles, WARPS * MAX_WARP_TILES);
+    most = most > parts.num_tiles ? most : parts.num_tiles;  // a tile or four steps of exact tokens for each
+    least = least > 1 ? least : 1;
+    splits = splits > most ? most : splits;
+    parts.packed = (int)(splits > least ? splits : least);
     int most_exact = S::EXACT_APART ? EXACT_PARTS : WARPS * parts.packed;
     parts.exact = parts.exact_steps < most_exact ? parts.exact_steps : most_exact;
     int64_t count = heads * parts.count() * a.rows;
