@@ -35,8 +35,7 @@ struct ByteTable {
     uint32_t word = (n & 0xFFu) << (8 * (i & 3));
     word |= __shfl_xor_sync(~0u, word, 1);
     word |= __shfl_xor_sync(~0u, word, 2);
-    uint32_t other = __shfl_xor_sync(~0u, word, 4);  // from one lane they would be uniform registers, which permutations lack
-    low = i < 4 ? word : other, high = i < 4 ? other : word;
+    low = __shfl_sync(~0u, word, 0), high = __shfl_sync(~0u, word, 4);
   }
 };
 

@@ -21,8 +21,9 @@ struct DecodeShape {
   // Exact parts: values of every warp.
   static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * NUM_ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
   static constexpr int QUERIES = TILES > MERGED ? TILES : MERGED, ROW = QUERIES + 2 * ROWS * QueryMap<DIM>::ROW_BYTES;
-  static constexpr int INFO = ROW + 4 * WARPS * DIM, EXACT = INFO + ROWS * (int)sizeof(RowInfo);
-  static constexpr int EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8), SIZE = EXACT + WARPS * EXACT_WARP;
+  static constexpr int INFO = ROW + 4 * WARPS * DIM, PACKED = INFO + ROWS * (int)sizeof(RowInfo);
+  static constexpr int EXACT = EXACT_APART ? 0 : PACKED, EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8);
+  static constexpr int EXACT_END = EXACT + WARPS * EXACT_WARP, SIZE = PACKED > EXACT_END ? PACKED : EXACT_END;
 };
 
 // A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one.
