@@ -65,13 +65,13 @@ def num_copies(num_bytes: float, device: str) -> int:
 
 
 def stores(keys: torch.Tensor, values: torch.Tensor, bits: int) -> list[PackedStore]:
-    """Both packed, with a centre and a balance as a cache has them."""
+    """Both packed, the keys with a centre and a balance, as a cache has them."""
     packed = []
     for x, along_tokens in ((keys, False), (values, True)):
         batch, heads, tokens, dim = x.shape
         shape = (batch, heads, dim)
-        centre, balance = 0.1 * torch.randn(shape, device=x.device), 0.5 + torch.rand(shape, device=x.device)
-        packed.append(PackedStore(IsoQuantConfig(bits), along_tokens, *shape, x.device, centre, balance, capacity=tokens))
+        learnt = () if along_tokens else (0.1 * torch.randn(shape, device=x.device), 0.5 + torch.rand(shape, device=x.device))
+        packed.append(PackedStore(IsoQuantConfig(bits), along_tokens, *shape, x.device, *learnt, capacity=tokens))
         packed[-1].append(x)
     return packed
 

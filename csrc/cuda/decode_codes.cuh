@@ -20,13 +20,15 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t x, uint32_t y, uint32_t
   return r;
 }
 
-// Bytes of the codebook of `bits` bits, and the step; made by a whole warp.
+// Bytes of the codebook of `bits` bits, and the step; made by a whole warp from the levels that its lanes read before.
 struct ByteTable {
   uint32_t low, high;
   float step;
-  __device__ __forceinline__ ByteTable(const float *levels, int bits, int lane) {
+  static __device__ __forceinline__ float level_of(const float *levels, int bits, int lane) {
+    return __ldg(levels + (lane & ((1 << (bits - 1)) - 1)));
+  }
+  __device__ __forceinline__ ByteTable(float level, int bits, int lane) {
     int half = 1 << (bits - 1), i = lane & 7;
-    float level = __ldg(levels + (i & (half - 1)));
     step = __shfl_sync(~0u, level, half - 1) * (1.0f / TOP_LEVEL);
     int n = (int)floorf(__fdividef(level, step));
     if (bits < MAX_BITS && i >= half) n = ~n;  // four bits: magnitudes only, the sign flips the byte

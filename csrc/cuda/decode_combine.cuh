@@ -6,7 +6,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int COMBINE_THREADS = 128;
+constexpr int MANY_ROWS = 512;  // from here on a row is combined by fewer threads
 
 // How a call is cut, and its scratch. Packed parts come first; part p of head bh and row r is at index
 // (bh * count + p) * rows + r.
@@ -23,9 +23,9 @@ struct Parts {
   __device__ __forceinline__ int tile(int split) const {
     return first_tile + (int)((int64_t)split * num_tiles / packed);
   }
-  __device__ __forceinline__ int exact_step(int part) const { return part * exact_steps / exact; }
 };
 
+template <int NUM_THREADS>
 __device__ __forceinline__ float block_reduce(float x, bool maximum, float *shared) {
   for (int o = 16; o; o >>= 1) {
     float other = __shfl_xor_sync(~0u, x, o);
@@ -34,7 +34,7 @@ __device__ __forceinline__ float block_reduce(float x, bool maximum, float *shar
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
   x = shared[0];
-  for (int i = 1; i < COMBINE_THREADS / 32; i++) x = maximum ? fmaxf(x, shared[i]) : x + shared[i];
+  for (int i = 1; i < NUM_THREADS / 32; i++) x = maximum ? fmaxf(x, shared[i]) : x + shared[i];
   __syncthreads();
   return x;
 }
@@ -81,12 +81,12 @@ struct InverseRotation {
 };
 
 // One CTA a row; dynamic shared memory holds the weight of every part.
-template <class T, int VDIM>
-__global__ void __launch_bounds__(COMBINE_THREADS)
+template <class T, int VDIM, int NUM_THREADS>
+__global__ void __launch_bounds__(NUM_THREADS)
     combine_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
   extern __shared__ float weight[];
-  constexpr int COLUMNS = VDIM / 4, LANES = COMBINE_THREADS / COLUMNS, AHEAD = 4;  // threads per column of four dims
-  __shared__ float reduced[4], y[VDIM], partial[LANES][2][VDIM];
+  constexpr int COLUMNS = VDIM / 4, LANES = NUM_THREADS / COLUMNS, AHEAD = NUM_THREADS / 32;  // LANES: threads per column of four dims
+  __shared__ float reduced[NUM_THREADS / 32], y[VDIM], partial[LANES][2][VDIM];
   int rows = a.rows, bh = blockIdx.x / rows, row = blockIdx.x - bh * rows, t = threadIdx.x, count = parts.count();
   int b = bh / a.heads, h = bh - b * a.heads, column = t % COLUMNS, lane = t / COLUMNS;
   QueryPlace place(a, b, h, row);
@@ -105,17 +105,17 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
       ahead[i] = *(const float4 *)(sums + (int64_t)(lane + i * LANES) * rows * VDIM);
   float2 mine = t < count ? state[t * rows] : make_float2(NO_SCORE, 0);
   most = fmaxf(most, mine.x);
-  for (int p = t + COMBINE_THREADS; p < count; p += COMBINE_THREADS) most = fmaxf(most, state[p * rows].x);
-  most = block_reduce(most, true, reduced);
+  for (int p = t + NUM_THREADS; p < count; p += NUM_THREADS) most = fmaxf(most, state[p * rows].x);
+  most = block_reduce<NUM_THREADS>(most, true, reduced);
   float all = 0, packed = 0;
-  for (int p = t; p < count; p += COMBINE_THREADS) {
+  for (int p = t; p < count; p += NUM_THREADS) {
     float2 s = p == t ? mine : state[p * rows];
     float w = fast_exp2(s.x - most);
     weight[p] = w, all += w * s.y, packed += p < parts.packed ? w * s.y : 0;
   }
-  all = block_reduce(all, false, reduced);
+  all = block_reduce<NUM_THREADS>(all, false, reduced);
   const StoreArgs &v = a.values;
-  if (v.centre) packed = block_reduce(packed, false, reduced);
+  if (v.centre) packed = block_reduce<NUM_THREADS>(packed, false, reduced);
   if (a.sink_logits) all += fast_exp2(sink - most);
   if (lane < LANES) {
     float4 both[2] = {};
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   const float *balance = v.balance ? v.balance + (int64_t)b * v.balance_stride[0] + h * v.balance_stride[1] : nullptr;
   T *out = (T *)a.out.data + place.at(a.out.stride);
   float inverse = all > 0 ? 1 / all : 0;
-  for (int d = t; d < VDIM; d += COMBINE_THREADS) {
+  for (int d = t; d < VDIM; d += NUM_THREADS) {
     float sum = balance ? y[d] * __ldg(balance + d) : y[d];
     if (centre) sum += packed * __ldg(centre + d);
 #pragma unroll

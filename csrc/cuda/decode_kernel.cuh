@@ -1,8 +1,8 @@
-// The decode kernel. Grid: (sequence and head, parts, block of rows): first the parts of the packed tokens, a run of
-// tiles each, then those of the exact tokens. In a packed part each warp takes every fourth tile. A warp copies its own
-// tiles and never waits for another inside the loop: while it sums the values of a tile, the keys of its next one are
-// on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all registers, were faster than
-// three or four.
+// The decode kernel. Grid: (sequence and head, parts, block of rows). A part is a few steps of exact tokens and a run of tiles
+// of packed ones; its warps take them in turn, exact ones first, as one of their steps takes as long as a tile. A warp copies
+// its own tiles and never waits for another inside the loop: while it sums the values of a tile, the keys of its next one are
+// on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all registers, were faster than three
+// or four, and tiles of 128 tokens faster than of 32.
 #pragma once
 
 #include "decode_combine.cuh"
@@ -13,7 +13,8 @@ namespace cuda {
 template <int KBITS_, int VBITS_, int DIM_, int VDIM_, bool OCT_>
 struct DecodeShape {
   static constexpr int KBITS = KBITS_, VBITS = VBITS_, DIM = DIM_, VDIM = VDIM_, NUM_ROWS = OCT_ ? 8 : 4;
-  static constexpr bool OCT = OCT_;
+  static constexpr bool OCT = OCT_, EXACT_APART = VDIM > 128;  // exact tokens in CTAs of their own: with wide sums both
+                                                               // do not fit into the registers
   using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
   // Shared memory in bytes: tiles (sums of the warps afterwards), bytes of the queries, one row a warp, row infos.
@@ -21,14 +22,14 @@ struct DecodeShape {
   static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * NUM_ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
   static constexpr int QUERIES = TILES > MERGED ? TILES : MERGED, ROW = QUERIES + 2 * ROWS * QueryMap<DIM>::ROW_BYTES;
   static constexpr int INFO = ROW + 4 * WARPS * DIM, PACKED = INFO + ROWS * (int)sizeof(RowInfo);
-  static constexpr int EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8), EXACT = WARPS * EXACT_WARP;
-  static constexpr int SIZE = PACKED > EXACT ? PACKED : EXACT;
+  static constexpr int EXACT = EXACT_APART ? 0 : PACKED, EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8);
+  static constexpr int EXACT_END = EXACT + WARPS * EXACT_WARP, SIZE = PACKED > EXACT_END ? PACKED : EXACT_END;
 };
 
-// Exact tokens, 16 and 16 by one warp.
+// A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one.
 template <class T, class S>
 __device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
-                                             int part, T *shared, int lane) {
+                                             int part, int stride, T *shared, int lane) {
   using Exact = ExactWarp<T, S::DIM, S::VDIM>;
   int g = lane >> 2, c = lane & 3;
   bool valid = g < S::NUM_ROWS && first_row + g < a.rows;
@@ -36,7 +37,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &p
   warp.load_row(warp.query, valid ? query_of<T>(a, b, h, first_row + g) : nullptr, c);
   RowMask mask = mask_of_row(a, b, h, first_row + (valid ? g : 0));
   warp.clear();
-  for (int step = parts.exact_step(part); step < parts.exact_step(part + 1); step++) {
+  for (int step = part; step < parts.exact_steps; step += stride) {
     warp.start(a, b, h, step * EXACT_STEP, shared, lane);
     float keep;
     uint32_t upper[2], lower[2];
@@ -64,7 +65,13 @@ __device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &p
 template <class S, class Warp>
 __device__ __forceinline__ void store_sums(const Warp &packed, float value_step, const float *most, const float2 *state,
                                            float *to, int g, int c) {
-  float unit = value_step / packed.one();
+  float unit = value_step / packed.one(), half[Warp::LIMBS][2];
+#pragma unroll
+  for (int l = 0; l < Warp::LIMBS; l++) {  // levels are half a step above their bytes
+    uint32_t total = packed.total[l] + __shfl_xor_sync(~0u, packed.total[l], 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    half[l][0] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c), half[l][1] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c + 4);
+  }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     int row = S::OCT ? 2 * c + i : (2 * c + i) & 3;
@@ -73,9 +80,9 @@ __device__ __forceinline__ void store_sums(const Warp &packed, float value_step,
     for (int m = 0; m < Warp::MTILES; m++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        float upper = (float)packed.out[0][m][2 * j + i] + 0.5f * (float)packed.total[0][i], lower;
+        float upper = (float)packed.out[0][m][2 * j + i] + half[0][i], lower;
         if constexpr (S::OCT)
-          lower = (float)packed.out[1][m][2 * j + i] + 0.5f * (float)packed.total[1][i];
+          lower = (float)packed.out[1][m][2 * j + i] + half[1][i];
         else
           lower = __shfl_xor_sync(~0u, upper, 2);
         if (S::OCT || c < 2) to[row * S::MERGE_ROW + Warp::dim_of(m, j, g)] = (256 * upper + lower) * factor;
@@ -119,36 +126,60 @@ __device__ __forceinline__ void merge_warps(const Parts &parts, const Warp &pack
 }
 
 template <class T, class S>
-__device__ __forceinline__ void attend_packed(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
-                                              char *memory) {
+__global__ void __launch_bounds__(THREADS, 2) decode_kernel(const __grid_constant__ DecodeArgs a,
+                                                            const __grid_constant__ Parts parts) {
+  extern __shared__ __align__(128) char memory[];
+  int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   int rows = min(a.rows - first_row, S::NUM_ROWS);
   uint32_t *mine = (uint32_t *)memory + warp * S::Tile::SIZE;
   char *bytes = memory + S::QUERIES;
   float *row_memory = (float *)(memory + S::ROW) + warp * S::DIM;
   RowInfo *info = (RowInfo *)(memory + S::INFO);
-  int tile = parts.tile(blockIdx.y) + warp, stop = parts.tile(blockIdx.y + 1);
+  if constexpr (S::EXACT_APART) {
+    if (blockIdx.y >= parts.packed) {
+      int part = (blockIdx.y - parts.packed) * WARPS + warp;
+      T *values = (T *)(memory + S::EXACT + warp * S::EXACT_WARP);
+      if (part < parts.exact) attend_exact<T, S>(a, parts, b, h, first_row, part, parts.exact, values, lane);
+      return;
+    }
+  }
+  int exact_steps = S::EXACT_APART ? 0 : (parts.exact_steps + parts.packed - 1 - (int)blockIdx.y) / parts.packed;
+  int tile = parts.tile(blockIdx.y) + (warp - exact_steps & WARPS - 1), stop = parts.tile(blockIdx.y + 1);
 
   // Loads that the first steps wait for go first; the tiles' fill the queues of the memory.
   QueryRows<T, S::DIM, !S::OCT> query;
   query.load(a, b, h, first_row + warp, warp < rows, lane);
-  ByteTable keys(a.keys.levels, S::KBITS, lane), values(a.values.levels, S::VBITS, lane);
-  TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h);
-  auto start_keys = [&](int tile) {
+  float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
+  float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
+  using Source = TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM>;
+  auto start_keys = [&](const Source &source, int tile) {
     if (tile < stop) source.start_keys(tile, mine, lane);
     commit_copies();
   };
-  auto start_values = [&](int tile) {
+  auto start_values = [&](const Source &source, int tile) {
     if (tile < stop) source.start_values(tile, mine, lane);
     commit_copies();
   };
-  start_keys(tile), start_values(tile);
+  {
+    Source source(a, b, h);
+    start_keys(source, tile), start_values(source, tile);
+  }
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
   query.store(a, keys.step, warp, row_memory, bytes, info, lane);
   if constexpr (S::OCT) {
     query.load(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
     query.store(a, keys.step, warp + WARPS, row_memory, bytes, info, lane);
   }
   __syncthreads();
+  if constexpr (!S::EXACT_APART)
+    if (warp < exact_steps)
+      attend_exact<T, S>(a, parts, b, h, first_row, warp * parts.packed + blockIdx.y, WARPS * parts.packed,
+                         (T *)(memory + S::EXACT + warp * S::EXACT_WARP), lane);
+  Source source(a, b, h);  // made again: exact tokens need the registers
   typename S::Packed packed;
   packed.clear();
   packed.load_queries(bytes, info, g, c);
@@ -159,34 +190,16 @@ __device__ __forceinline__ void attend_packed(const DecodeArgs &a, const Parts &
     wait_copies<1>();
     __syncwarp();
     packed.scores(mine, keys, g, c, x);
-    __syncwarp();
-    start_keys(tile + WARPS);
+    start_keys(source, tile + WARPS);
     wait_copies<1>();
     __syncwarp();
     packed.add_tile(mine, values, x, tile * TILE_LEN, a.start, a.length, a.softcap, mask, g, c);
     __syncwarp();
-    start_values(tile + WARPS);
+    start_values(source, tile + WARPS);
   }
   __syncthreads();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
   int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
   merge_warps<S>(parts, packed, values.step, index, rows, (float *)memory);
-}
-
-template <class T, class S>
-__global__ void __launch_bounds__(THREADS, 2)
-    decode_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
-  extern __shared__ __align__(128) char memory[];
-  int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
-  if (blockIdx.y < parts.packed) {
-    attend_packed<T, S>(a, parts, b, h, first_row, memory);
-    return;
-  }
-  int warp = threadIdx.x / 32, part = (blockIdx.y - parts.packed) * WARPS + warp;
-  if (part < parts.exact)
-    attend_exact<T, S>(a, parts, b, h, first_row, part, (T *)(memory + warp * S::EXACT_WARP), threadIdx.x % 32);
 }
 
 }  // namespace cuda

@@ -8,8 +8,8 @@
 namespace kvq {
 namespace cuda {
 
+constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
-constexpr int MAX_EXACT_PARTS = 16;
 
 template <class T, class S>
 struct DecodeLaunch {
@@ -31,13 +31,14 @@ struct DecodeLaunch {
     int64_t heads = a.batch * a.heads, row_blocks = ceil_div(a.rows, S::NUM_ROWS);
     parts.first_tile = (int)(a.start / TILE_LEN);
     parts.num_tiles = (int)ceil_div(a.length, TILE_LEN) - parts.first_tile;
-    parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
-    parts.exact = parts.exact_steps < MAX_EXACT_PARTS ? parts.exact_steps : MAX_EXACT_PARTS;
     int64_t splits = blocks_at_once() / (heads * row_blocks);
     int64_t least = ceil_div(parts.num_tiles, WARPS * MAX_WARP_TILES);
     splits = splits > parts.num_tiles ? parts.num_tiles : splits;
     splits = splits > least ? splits : least;
     parts.packed = (int)splits;
+    parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
+    int most_exact = S::EXACT_APART ? EXACT_PARTS : WARPS * parts.packed;
+    parts.exact = parts.exact_steps < most_exact ? parts.exact_steps : most_exact;
     int64_t count = heads * parts.count() * a.rows;
     parts.sums = (float *)scratch, parts.state = (float2 *)((char *)scratch + 4 * count * S::VDIM);
     return parts;
@@ -49,19 +50,28 @@ struct DecodeLaunch {
 
   static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
     Parts parts = parts_of(a, scratch);
-    dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + ceil_div(parts.exact, WARPS)),
-              (unsigned)ceil_div(a.rows, S::NUM_ROWS));
+    int64_t apart = S::EXACT_APART ? ceil_div(parts.exact, WARPS) : 0;
+    dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + apart), (unsigned)ceil_div(a.rows, S::NUM_ROWS));
     DecodeArgs args;
     to_args(a, args);
     decode_kernel<T, S><<<grid, THREADS, S::SIZE, stream>>>(args, parts);
+    if (a.batch * a.heads * a.rows < MANY_ROWS)
+      combine<256>(a, args, parts, stream);
+    else
+      combine<128>(a, args, parts, stream);
+  }
+
+  // Launched early: a multiprocessor with room for it prepares what it needs while the last parts are being made.
+  template <int NUM_THREADS>
+  static void combine(const Attention &a, const DecodeArgs &args, const Parts &parts, cudaStream_t stream) {
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(a.batch * a.heads * a.rows)), config.blockDim = dim3(COMBINE_THREADS);
+    config.gridDim = dim3((unsigned)(a.batch * a.heads * a.rows)), config.blockDim = dim3(NUM_THREADS);
     config.dynamicSmemBytes = 4 * parts.count(), config.stream = stream;
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &early, config.numAttrs = 1;
-    cudaLaunchKernelEx(&config, combine_kernel<T, S::VDIM>, args, parts);
+    cudaLaunchKernelEx(&config, combine_kernel<T, S::VDIM, NUM_THREADS>, args, parts);
   }
 };
 

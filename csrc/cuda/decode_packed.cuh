@@ -73,18 +73,20 @@ struct PackedWarp {
   RowInfo row;
   float top, sum;  // maximum (log2) of row g; sum of its weights over the tokens of lane c, in units of the integers
   float unit;      // values' scales are at most this
-  int out[LIMBS][MTILES][4], total[LIMBS][4];  // sums of integer weights times values' bytes, and of the weights
+  float shift;     // bias - top + exponent_of_one()
+  int out[LIMBS][MTILES][4];  // sums of integer weights times values' bytes
+  uint32_t total[LIMBS];      // sums of row g's integer weights of block c
 
   __device__ __forceinline__ void clear() {
-    top = NO_SCORE, sum = 0, unit = 1e-30f;
+    top = NO_SCORE, sum = 0, unit = 1e-30f, shift = 0;
 #pragma unroll
-    for (int l = 0; l < LIMBS; l++)
+    for (int l = 0; l < LIMBS; l++) {
+      total[l] = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        total[l][i] = 0;
+      for (int m = 0; m < MTILES; m++)
 #pragma unroll
-        for (int m = 0; m < MTILES; m++) out[l][m][i] = 0;
-      }
+        for (int i = 0; i < 4; i++) out[l][m][i] = 0;
+    }
   }
 
   // `bytes` [2 limbs][ROWS][ROW_BYTES], `info` [ROWS] in shared memory.
@@ -113,8 +115,8 @@ struct PackedWarp {
     const uint32_t *sign = tile + L::key_sign(g >> 1) + token * L::WORDS;
     const uint32_t *mag = tile + L::key_mag(g >> 1) + token * L::MAG_STRIDE;
     uint32_t b0, b1;
-    int before[4] = {0, 0, row.half_sum, row.half_sum};
-    bool first = true;
+#pragma unroll
+    for (int j = 0; j < 4; j++) acc[j] = 0;
 #pragma unroll
     for (int quad = 0; quad < Q::QUADS; quad++) {
       Planes<KBITS> planes = key_planes(sign, mag, 4 * quad + c);
@@ -124,8 +126,7 @@ struct PackedWarp {
       for (int phase = 0; phase < 4; phase++) {
         const uint32_t (&a)[4] = query[4 * quad + phase];
         planes.bytes(table, s[phase], phase, b0, b1);
-        mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, first ? before : acc);
-        first = false;
+        mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, acc);
       }
     }
 #pragma unroll
@@ -133,8 +134,7 @@ struct PackedWarp {
       Planes<KBITS> planes = key_planes(sign, mag, word);
       const uint32_t (&a)[4] = query[word];
       planes.bytes(table, planes.selector(c), c, b0, b1);
-      mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, first ? before : acc);
-      first = false;
+      mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, acc);
     }
   }
 
@@ -151,8 +151,8 @@ struct PackedWarp {
         int i = 4 * i4 + k, acc[4];
         multiply_keys(tile, table, i, g, c, acc);
         float2 scale = __half22float2(*(const __half2 *)&pairs[k]);
-        x[2 * i] = (float)(256 * acc[0] + acc[2]) * scale.x;
-        x[2 * i + 1] = (float)(256 * acc[1] + acc[3]) * scale.y;
+        x[2 * i] = (float)(256 * acc[0] + acc[2] + row.half_sum) * scale.x;
+        x[2 * i + 1] = (float)(256 * acc[1] + acc[3] + row.half_sum) * scale.y;
       }
     }
   }
@@ -165,17 +165,16 @@ struct PackedWarp {
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), top);
     float keep = fast_exp2(top - most) * (before / unit);
-    top = most, sum *= keep;
+    top = most, sum *= keep, shift = row.bias - top + exponent_of_one();
     float keep0 = __shfl_sync(~0u, keep, 8 * c), keep1 = __shfl_sync(~0u, keep, 8 * c + 4);
 #pragma unroll
-    for (int l = 0; l < LIMBS; l++)
+    for (int l = 0; l < LIMBS; l++) {
+      total[l] = __float2uint_rn((float)total[l] * keep);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float k = i % 2 ? keep1 : keep0;
-        total[l][i] = __float2int_rn((float)total[l][i] * k);
+      for (int m = 0; m < MTILES; m++)
 #pragma unroll
-        for (int m = 0; m < MTILES; m++) out[l][m][i] = __float2int_rn((float)out[l][m][i] * k);
-      }
+        for (int i = 0; i < 4; i++) out[l][m][i] = __float2int_rn((float)out[l][m][i] * (i % 2 ? keep1 : keep0));
+    }
   }
 
   // Scores times `factor` plus `offset` to weights times scales, as bytes of B fragments: weight[.][phase] holds codes
@@ -247,7 +246,7 @@ struct PackedWarp {
     for (int l = 0; l < LIMBS; l++)
 #pragma unroll
       for (int phase = 0; phase < 4; phase++)
-        mma_int8<true>(total[l], ones, ones, ones, ones, weight[l][phase][0], weight[l][phase][1], total[l]);
+        total[l] = __dp4a(weight[l][phase][0], ones, __dp4a(weight[l][phase][1], ones, total[l]));
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++)
       add_values<2>(sign + 32 * chunk + 4 * g, mag + 32 * chunk + 4 * g, table, weight, 2 * chunk);
@@ -260,8 +259,9 @@ struct PackedWarp {
     return m / 2 < CHUNKS ? 32 * (m / 2) + 4 * g + 2 * (m % 2) + i : 32 * CHUNKS + 2 * g + i;
   }
 
-  // What a weight of one is in units of the integers.
+  // What a weight of one is in units of the integers, and its logarithm.
   __device__ __forceinline__ float one() const { return fast_exp2(WEIGHT_TOP_LOG2) / unit; }
+  __device__ __forceinline__ float exponent_of_one() const { return WEIGHT_TOP_LOG2 - __log2f(unit); }
 
   // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. `here` is the first of block c.
   __device__ __forceinline__ void restrict_scores(float (&x)[BLOCK_LEN], uint32_t (&scale)[BLOCK_LEN / 2], int here,
@@ -302,7 +302,8 @@ struct PackedWarp {
       scale[4 * i] = v.x, scale[4 * i + 1] = v.y, scale[4 * i + 2] = v.z, scale[4 * i + 3] = v.w;
     }
     float factor = row.factor, bias = row.bias;
-    if (__builtin_expect(softcap > 0 || mask.data || first < start || first + TILE_LEN > stop, 0)) {
+    bool restricted = softcap > 0 || mask.data || first < start || first + TILE_LEN > stop;
+    if (__builtin_expect(restricted, 0)) {
       restrict_scores(x, scale, first + c * BLOCK_LEN, start, stop, softcap, mask);
       factor = 1, bias = 0;
     }
@@ -315,8 +316,9 @@ struct PackedWarp {
     most = fmaf(most, factor, bias);
     float scale_most = fmaxf(__low2float(scale_top), __high2float(scale_top));
     if (__builtin_expect(__any_sync(~0u, most > top + SLACK || scale_most > unit), 0)) raise(most, scale_most, c);
+    float offset = restricted ? exponent_of_one() - top : shift;  // large ones cancel first
     uint32_t weight[LIMBS][4][2];
-    weights(x, scale, factor, bias - top + WEIGHT_TOP_LOG2 - __log2f(unit), g, weight);
+    weights(x, scale, factor, offset, g, weight);
     sum_values(tile, values, g, c, weight);
   }
 };
