@@ -114,6 +114,8 @@ def _attend_packed(
 ) -> None:  # fmt: skip
     """Splits over packed tokens; ``values`` may be the same store as ``keys``. Without keys the table holds the weights."""
     value_dim, cut = splits.sums.shape[-1], splits.packed
+    if not cut.groups:
+        return
     name = "attend_words" if cut.words else "attend_dims"
     config = dict(kRows=rows.count, kPadded=plan.padded(dim), kValueDim=value_dim, kKeyBits=(keys or values).bits)
     config |= dict(kValueBits=values.bits, kShared=int(keys is values), **table.config)
@@ -136,6 +138,8 @@ def _attend_exact(
     softcap: float,
 ) -> None:  # fmt: skip
     """Splits over exact tokens ``[B, H, E, D]`` and ``[B, H, E, Dv]``."""
+    if not splits.exact.groups:
+        return
     config = dict(Exact=values.dtype, kRows=rows.count, kDim=dim, kPadded=plan.padded(dim), kValueDim=values.shape[-1])
     files = ("softmax.metal", "scores_exact.metal", "attend_exact.metal")
     strides = dict(keys=(0, 0, 0) if keys is None else keys.stride()[:3], values=values.stride()[:3], table=table.strides)
