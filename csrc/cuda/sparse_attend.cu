@@ -13,12 +13,21 @@ bool aligned(const Dense &x) {
   return good;
 }
 
+// Whether a block of the current device may have this much shared memory.
+bool has_shared(int bytes) {
+  int device = 0, most = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes <= most;
+}
+
 // Whether tensor cores have a kernel: 16-bit dense keys and values of one dtype and head dim, aligned to 16 bytes.
 bool gathers(const Selected &s) {
   const Attention &a = s.attention;
   if (s.packed_keys || s.packed_values || a.dim != a.value_dim) return false;
   if (a.dim != 64 && a.dim != 80 && a.dim != 96 && a.dim != 128 && a.dim != 256) return false;
   if (a.q.dtype == FLOAT32 || a.exact_keys.dtype != a.q.dtype || a.exact_values.dtype != a.q.dtype) return false;
+  if (!has_shared(a.dim == 256 ? GatherShape<256>::BYTES : a.dim <= 64 ? GatherShape<64>::BYTES : GatherShape<128>::BYTES)) return false;
   bool pairs = (uintptr_t)a.q.data % 4 == 0;
   for (int64_t stride : a.q.stride) pairs = pairs && stride % 2 == 0;
   return pairs && aligned(a.exact_keys) && aligned(a.exact_values);
