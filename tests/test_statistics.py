@@ -197,3 +197,15 @@ def test_centre_and_balance_on_outlier_channels():
     ones = torch.ones_like(balance)
     predicted = (score_error(ones, key_moment, query_moment) / score_error(balance, key_moment, query_moment)).item()
     assert centred / balanced == pytest.approx(predicted, rel=0.2)
+
+
+def test_the_centre_of_queries_is_their_mean_over_heads_and_tokens():
+    queries, valid = torch.randn(2, 6, 10, 8), torch.arange(10) >= torch.tensor([[0], [4]])
+    moments = QueryMoments()
+    assert moments.centre() is None
+    moments.add(queries[:, :, :6], 2, valid[:, :6])
+    moments.add(queries[:, :, 6:], 2, valid[:, 6:])
+    theirs = torch.stack([queries[row, :, first:].unflatten(0, (2, 3)).mean((1, 2)) for row, first in ((0, 0), (1, 4))])
+    torch.testing.assert_close(moments.centre(), theirs)
+    moments.map_batch(lambda x: x[[1, 1]])
+    torch.testing.assert_close(moments.centre(), theirs[[1, 1]])
