@@ -64,23 +64,34 @@ def num_selected(places: Places, budget: float) -> torch.Tensor:
 
 
 def _rows(selector: Selector, states: Sequence[LayerStates], budgets: Sequence[float]) -> list[Recall]:
+    """What stays is allocated before what is large and goes: allocators may be unable to use the space between again."""
     counts = {budget: num_selected(states[0].places, budget) for budget in budgets}
+    read, kept = ([[torch.empty(heads) for heads in each] for _ in budgets] for each in zip(*map(_heads, states)))
+    limits: dict[float, float] = {}
     if selector.is_adaptive:
-        priorities = [_priority(selector, each) for each in states]
+        priorities = [torch.empty(each.key.shape[:2] + each.places.visible.shape, device=each.key.device) for each in states]
+        for each, priority in zip(states, priorities):
+            priority.copy_(_priority(selector, each))
         limits = _thresholds(priorities, counts)
-        layers = [_read(each, [values >= limits[b] for b in budgets]) for each, values in zip(states, priorities)]
-    else:
-        limits, layers = {}, []
-        for each in states:
+    for at, each in enumerate(states):
+        if selector.is_adaptive:
+            chosen = [priorities[at] >= limits[budget] for budget in budgets]
+        else:
             rank = _priority(selector, each).argsort(dim=-1, descending=True, stable=True).argsort(-1)
-            layers.append(_read(each, [rank < counts[budget][:, None] for budget in budgets]))
+            chosen = [rank < counts[budget][:, None] for budget in budgets]
+        for number, found in enumerate(_read(each, chosen)):
+            read[number][at].copy_(found[0])
+            kept[number][at].copy_(found[1])
     scan_bytes = sum(selector.scan_bytes(each) for each in states) / len(states)
     rows = []
-    for budget, found in zip(budgets, zip(*layers)):
-        read, kept = zip(*found)
+    for budget, budget_read, budget_kept in zip(budgets, read, kept):
         top_p = 1 - limits[budget] if selector.is_adaptive else None
-        rows.append(Recall(selector.name, budget, read, kept, top_p, scan_bytes))
+        rows.append(Recall(selector.name, budget, tuple(budget_read), tuple(budget_kept), top_p, scan_bytes))
     return rows
+
+
+def _heads(states: LayerStates) -> tuple[int, int]:
+    return states.key.shape[1], states.query.shape[1]
 
 
 def _priority(selector: Selector, states: LayerStates) -> torch.Tensor:
