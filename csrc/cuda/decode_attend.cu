@@ -46,8 +46,7 @@ bool gapless(const Store &s, int64_t unit, int64_t scale_unit) {
 }  // namespace
 
 bool decode_fits(const Attention &a) {
-  bool empty = a.length ? a.start >= a.length : a.exact_len == 0;
-  if (a.shared || a.rows > MAX_ROWS || a.q.dtype == FLOAT32 || empty || !(a.scale > 0))
+  if (a.shared || a.rows > MAX_ROWS || a.q.dtype == FLOAT32 || a.length == 0 || a.start >= a.length || !(a.scale > 0))
     return false;
   if (a.out.dtype != a.q.dtype ||
       (a.exact_len && (a.exact_keys.dtype != a.q.dtype || a.exact_values.dtype != a.q.dtype)))
