@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...ops.schemas import NAMES, NAMESPACE
+from ...ops.schemas import DENSE_NAMES, NAMESPACE
 
 VARIABLE = "KVQ_MPS"
 METAL, REFERENCE = CHOICES = ("metal", "reference")
@@ -88,11 +88,11 @@ def launcher(name: str) -> Callable[..., None]:
 
 
 def register() -> None:
-    """Makes the launchers serve every operator for dispatch key ``MPS``, once a process; no device is needed for that."""
+    """Makes the launchers serve operators for dispatch key ``MPS``, once a process; no device is needed for that."""
     if _libraries:
         return
     library = torch.library.Library(NAMESPACE, "IMPL")
-    for name in NAMES:
+    for name in DENSE_NAMES:  # sparse attention has no shaders yet: the reference serves it
         library.impl(name, launcher(name), "MPS")
     _libraries.append(library)
 
