@@ -60,6 +60,8 @@ SPARSE_CASES = [
     SparseCase("per-head", per_head=True, queries=2, mask="bool"),
     SparseCase("bf16", dtype=torch.bfloat16, dim=128),
     SparseCase("fp16", dtype=torch.float16),
+    SparseCase("bf16-long", dtype=torch.bfloat16, dim=96, value_dim=160, tokens=1300, share=0.9, mask="bool"),
+    SparseCase("fp16-G8", dtype=torch.float16, dim=32, value_dim=96, group=8, batch=2, per_head=True),
     *(SparseCase(f"packed{k}{v}", packed=True, bits=(k, v)) for k, v in ((2, 4), (3, 3), (4, 2))),
     SparseCase("packed", packed=True, kind="isoquant", dim=96, value_dim=64, batch=2, queries=2, mask="float", tokens=300),
     SparseCase("packed-per-head", packed=True, per_head=True, dim=128, group=4),

@@ -34,6 +34,7 @@ struct Constant {
 #include "body_words.h"
 #endif
 #include "body_attention.h"
+#include "body_in_place.h"
 #include "body_finish.h"
 #include "body_signs.h"
 #include "body_top_p.h"

@@ -59,15 +59,15 @@ INLINE void packed_quarter(const Planes &planes, int64_t at, const float *coef, 
   }
 }
 
-template <int ROWS>
-INLINE void load_panel(const float *x, int64_t ldx, F (&acc)[ROWS][VECS]) {
+template <int ROWS, int NUM>
+INLINE void load_panel(const float *x, int64_t ldx, F (&acc)[ROWS][NUM]) {
   UNROLL_FOR (int r = 0; r < ROWS; r++)
-    UNROLL_FOR (int v = 0; v < VECS; v++) acc[r][v] = load(x + r * ldx + v * LANES);
+    UNROLL_FOR (int v = 0; v < NUM; v++) acc[r][v] = load(x + r * ldx + v * LANES);
 }
-template <int ROWS>
-INLINE void store_panel(float *x, int64_t ldx, const F (&acc)[ROWS][VECS]) {
+template <int ROWS, int NUM>
+INLINE void store_panel(float *x, int64_t ldx, const F (&acc)[ROWS][NUM]) {
   UNROLL_FOR (int r = 0; r < ROWS; r++)
-    UNROLL_FOR (int v = 0; v < VECS; v++) store(x + r * ldx + v * LANES, acc[r][v]);
+    UNROLL_FOR (int v = 0; v < NUM; v++) store(x + r * ldx + v * LANES, acc[r][v]);
 }
 
 // out[r][0 .. width) += over `words` words of each lane. Word w lies 32 lanes after word w - 1, the coefficients

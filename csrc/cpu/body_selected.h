@@ -123,12 +123,16 @@ INLINE void picked_sums(const Selected &s, const Task &t, const Picked &picked, 
   }
 }
 
-static void attend_selected(const Selected &s, const Attention &a, int64_t index, char *scratch) {
-  Task t = task_of(a, index);
-  Scratch w = carve(scratch, pad_of(a));
-  const int32_t *indices = indices_of(s.selection, t);
-  Range range = tokens_of(t);
-  int64_t count = count_of(s.selection, t), stop = range.to < count ? range.to : count;
+// Weights of the logits of the tokens, as weigh().
+INLINE bool weigh_picked(const Task &t, const Picked &picked, const Scratch &w) {
+  uint32_t valid = picked.count == TILE ? ~0u : (1u << picked.count) - 1;
+  return weigh(t, {0, 0, TILE, picked.count, valid, picked.token}, w);
+}
+
+// The sums of a task over tokens range.from .. range.to of `indices`, from copies of their keys and values.
+INLINE void attend_copies(const Selected &s, const Task &t, const int32_t *indices, const Range &range,
+                          const Scratch &w) {
+  const Attention &a = t.a;
   Book key_book{}, value_book{};
   if (s.packed_keys) key_book = book_of(a.keys);
   if (s.packed_values) value_book = book_of(a.values);
@@ -136,14 +140,51 @@ static void attend_selected(const Selected &s, const Attention &a, int64_t index
   int steps = (s.packed_keys ? a.keys.bits * TILE : TILE + a.dim / TILE) + (s.packed_values ? a.values.bits : 1) * TILE;
   ahead.add(s.packed_keys, a.exact_keys, a.keys, a.dim, t.b, t.h);
   ahead.add(s.packed_values, a.exact_values, a.values, a.value_dim, t.b, t.h);
-  begin(t, w, -__builtin_inff());
-  for (int64_t at = range.from; at < stop; at += TILE) {
-    Picked picked = {indices + at, tile_count(at, stop)};
-    ahead.begin({indices + at + TILE, at + TILE < stop ? tile_count(at + TILE, stop) : 0}, steps);
+  for (int64_t at = range.from; at < range.to; at += TILE) {
+    Picked picked = {indices + at, tile_count(at, range.to)};
+    ahead.begin({indices + at + TILE, at + TILE < range.to ? tile_count(at + TILE, range.to) : 0}, steps);
     picked_scores(s, t, picked, key_book, w, ahead);
-    uint32_t valid = picked.count == TILE ? ~0u : (1u << picked.count) - 1;
-    if (weigh(t, {0, 0, TILE, picked.count, valid, picked.token}, w))
-      picked_sums(s, t, picked, value_book, w, ahead);
+    if (weigh_picked(t, picked, w)) picked_sums(s, t, picked, value_book, w, ahead);
+  }
+}
+
+INLINE void find_rows(const Dense &x, const Task &t, const Picked &picked, const char **rows) {
+  const char *base = row_at(x, t.b, t.h, 0);
+  int64_t stride = element_size(x.dtype) * x.stride[2];
+  for (int i = 0; i < TILE; i++) rows[i] = base + picked(i) * stride;
+}
+
+// As attend_copies, of dense keys and values where they lie.
+INLINE void attend_in_place(const Task &t, const int32_t *indices, const Range &range, const Scratch &w) {
+  const char *keys[2][TILE], *values[2][TILE];
+  Picked picked = {indices + range.from, tile_count(range.from, range.to)};
+  find_rows(t.a.exact_keys, t, picked, keys[0]);
+  find_rows(t.a.exact_values, t, picked, values[0]);
+  int now = 0;
+  for (int64_t at = range.from; at < range.to; at += TILE, now = 1 - now) {
+    int64_t after = at + TILE < range.to ? at + TILE : at;
+    Picked next = {indices + after, tile_count(after, range.to)};
+    find_rows(t.a.exact_keys, t, next, keys[1 - now]);
+    find_rows(t.a.exact_values, t, next, values[1 - now]);
+    scores_in_place(t, {keys[now], keys[1 - now]}, w);
+    if (weigh_picked(t, picked, w)) sums_in_place(t, {values[now], values[1 - now]}, picked.count, w);
+    picked = next;
+  }
+}
+
+static void attend_selected(const Selected &s, const Attention &a, int64_t index, char *scratch) {
+  Task t = task_of(a, index);
+  Scratch w = carve(scratch, pad_of(a));
+  const int32_t *indices = indices_of(s.selection, t);
+  Range range = tokens_of(t);
+  int64_t count = count_of(s.selection, t);
+  if (count < range.to) range.to = count;
+  begin(t, w, -__builtin_inff());
+  if (range.from < range.to) {
+    if (!s.packed_keys && !s.packed_values && fits_in_place(t))
+      attend_in_place(t, indices, range, w);
+    else
+      attend_copies(s, t, indices, range, w);
   }
   end(t, w);
 }

@@ -5,6 +5,8 @@
 
 constexpr float INF = __builtin_inff(), MAX_FLOAT = 3.40282347e38f;
 constexpr int64_t MASS_LEN = 4096;  // scores whose mass is summed in float32
+constexpr int64_t SAMPLE_LEN = 1024;
+constexpr float SAMPLE_MARGIN = 1.25f;  // a sample's mass is rarely further off
 
 INLINE F load_some(const float *x, int64_t left) {  // -inf behind the end
   if (left >= LANES) return load(x);
@@ -109,6 +111,21 @@ INLINE float crossing(Parts p, Bounds bounds, double needed, float base, float *
   }
 }
 
+// A pivot to part a long row at first: the mass from it on is somewhat above the needed one, going by a sample. So one
+// pass over the whole row is enough, and a short part stays.
+NOINLINE float first_pivot(const TopP &p, const float *x, const Bounds &bounds, double exact, float base,
+                           float *above, float *below) {
+  int64_t step = p.columns / SAMPLE_LEN;
+  if (step < 8) return pivot_of(bounds, 0);
+  float sample[SAMPLE_LEN];
+  for (int64_t i = 0; i < SAMPLE_LEN; i++) sample[i] = x[i * step];
+  Bounds within = bounds_of(sample, SAMPLE_LEN);
+  Parts first = part(sample, SAMPLE_LEN, pivot_of(within, 0), base, above, below);
+  double others = exact / step, needed = p.top_p * (first.mass_above + first.mass_below + others) - others;
+  float pivot = crossing(first, within, SAMPLE_MARGIN * needed, base, above, below);
+  return pivot > bounds.low && pivot <= bounds.high ? pivot : pivot_of(bounds, 0);
+}
+
 static RowCut select_row(const TopP &p, int64_t row, char *scratch) {
   int64_t m = row % p.queries, h = row / p.queries % p.query_heads, b = row / p.queries / p.query_heads;
   float *memory = (float *)scratch, *above = memory + select_row_len(p.columns),
@@ -119,7 +136,7 @@ static RowCut select_row(const TopP &p, int64_t row, char *scratch) {
   float base = lse > bounds.high ? lse : bounds.high, all = p.top_p >= 1 ? -MAX_FLOAT : INF;
   if (!(base > -INF && base < INF)) return {all, base == INF ? INF : 0};  // only the threshold of none or all is right
   double exact = lse == -INF ? 0 : exp_one(lse - base);
-  Parts first = part(x, p.columns, pivot_of(bounds, 0), base, above, below);
+  Parts first = part(x, p.columns, first_pivot(p, x, bounds, exact, base, above, below), base, above, below);
   double total = first.mass_above + first.mass_below + exact;
   RowCut cut = {all, base + __builtin_logf((float)total)};
   if (p.top_p < 1 && bounds.high > -INF && exact < p.top_p * total)
