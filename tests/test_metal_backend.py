@@ -14,7 +14,7 @@ from torch_kvq import IsoQuantCache, backends, cli, ops
 from torch_kvq.backends import metal
 from torch_kvq.backends.metal import library, plan
 from torch_kvq.ops import reference
-from torch_kvq.ops.schemas import NAMES, NAMESPACE
+from torch_kvq.ops.schemas import DENSE_NAMES, NAMES, NAMESPACE
 
 FLOAT = torch.float32
 
@@ -122,7 +122,7 @@ def on_cpu():
 
 
 @needs_emulator
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DENSE_NAMES)
 def test_opcheck(on_cpu, shaders, name):  # noqa: F811
     on_cpu({name: metal.launcher(name)})
     before = len(shaders._known)
@@ -165,7 +165,7 @@ def test_a_real_model_writes_the_same_tokens(on_cpu, monkeypatch, smollm2):
         "The capital of " + ". The capital of ".join(countries * 2) + ". The capital of Japan is", return_tensors="pt"
     )
     assert inputs.input_ids.shape[1] > 80, "too short to be packed"
-    on_cpu({name: getattr(reference, name) for name in NAMES})
+    on_cpu({name: getattr(reference, name) for name in DENSE_NAMES})
     tokens, logits, _ = generated(model, inputs)
     monkeypatch.setattr(metal, "_state", metal._State())
     made = []
@@ -175,7 +175,7 @@ def test_a_real_model_writes_the_same_tokens(on_cpu, monkeypatch, smollm2):
         return made[-1]
 
     monkeypatch.setattr(library, "shaders", library.Shaders(compile_shader))
-    on_cpu({name: metal.launcher(name) for name in NAMES})
+    on_cpu({name: metal.launcher(name) for name in DENSE_NAMES})
     ours, our_logits, cache = generated(model, inputs)
     assert torch.equal(ours, tokens)
     assert (our_logits - logits).abs().max() < 1e-3 * logits.abs().max()
@@ -195,7 +195,7 @@ def test_the_selftest_runs_every_operator_by_shaders(on_cpu, shaders):  # noqa: 
 
     on_cpu({name: recorded(name) for name in NAMES})
     rows = dict(cli.selftest_rows("cpu"))
-    assert set(asked) == set(NAMES) and len(rows) == 11
+    assert set(asked) == set(NAMES) and len(rows) == 18
     assert max(rows.values()) < 1e-4
 
 

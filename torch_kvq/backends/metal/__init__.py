@@ -14,15 +14,17 @@ from collections.abc import Callable
 
 import torch
 
-from ...ops.schemas import NAMES, NAMESPACE
+from ...ops.schemas import NAMES, NAMESPACE, SPARSE_NAMES
 
 VARIABLE = "KVQ_MPS"
 METAL, REFERENCE = CHOICES = ("metal", "reference")
 FAST_MATH = "PYTORCH_MPS_FAST_MATH"
 
 _MODULES = dict(
-    rotate="codec", encode="codec", decode="codec", attend="attention", qk="attention", pv="attention", merge="merge"
-)
+    rotate="codec", encode="codec", decode="codec", attend="attention", qk="attention", pv="attention", merge="merge",
+    quantise_query="index", index_keys="index", sign_scores="index", top_p_select="select", qk_selected="selected",
+    attend_selected="selected", gather_selected="selected",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -74,7 +76,7 @@ def _why_not() -> str:
 def launcher(name: str) -> Callable[..., None]:
     """The function that answers operator ``name`` of ``ops/schemas.py``, by shaders or, counted, by the reference."""
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    reference = importlib.import_module("torch_kvq.ops.reference")
+    reference = importlib.import_module(f"torch_kvq.ops.{'sparse_reference' if name in SPARSE_NAMES else 'reference'}")
     by_shaders, by_reference = getattr(module, name), getattr(reference, name)
 
     def serve(*arguments) -> None:
