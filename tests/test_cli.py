@@ -34,7 +34,7 @@ def test_doctor_names_the_kernels_of_each_dtype_of_query(capsys):
 def test_selftest_passes(capsys):
     assert cli.main(["doctor", "--selftest"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(" ok\n") == 17 * (1 + torch.cuda.is_available() + torch.backends.mps.is_available())
+    assert printed.count(" ok\n") == 18 * (1 + torch.cuda.is_available() + torch.backends.mps.is_available())
     assert all(f"\n{name}" in printed.split("self-test")[1] for name in NAMES)
 
 

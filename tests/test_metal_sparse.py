@@ -193,7 +193,7 @@ def test_opcheck(on_cpu, name):  # noqa: F811
 
 def generated(model, inputs, store):
     cache = RaBitQSparseCache(window_len=16, flush_len=8, min_dense_len=0, store=store)
-    options = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    options = dict(max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True)
     out = model.generate(**inputs, past_key_values=cache, **options)
     return out.sequences, torch.stack(out.logits), cache
 
@@ -222,5 +222,5 @@ def test_a_real_model_writes_the_same_tokens(on_cpu, monkeypatch, smollm2, store
     counts = [launch.kernel for each in made for launch in each.launches]
     layers = model.config.num_hidden_layers
     for kernel in ("quantise_query", "sign_scores", "find_cuts", "write_selection", "attend_selected"):
-        assert counts.count(kernel) >= 4 * layers
+        assert counts.count(kernel) >= 3 * layers
     assert counts.count("index_keys") >= layers
