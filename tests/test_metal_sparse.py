@@ -67,9 +67,10 @@ def test_scores_are_those_of_the_reference_to_the_last_bit(case, dtype):
 
 @pytest.mark.parametrize("name", test_sparse_ops.SCORES)
 def test_each_head_keeps_the_fewest_that_reach_p(name):
-    for lse, top_p in ((0.0, 0.0), (-torch.inf, 0.5), (0.0, 0.95), (4.0, 0.95), (0.0, 1.0)):
-        for dtype in (FLOAT, HALF):
-            test_sparse_ops.test_each_head_keeps_the_fewest_that_reach_p(name, lse, top_p, dtype)
+    for lse, top_p, dtype in (
+        (0.0, 0.0, FLOAT), (-torch.inf, 0.5, HALF), (0.0, 0.95, FLOAT), (4.0, 0.95, FLOAT), (4.0, 0.95, HALF), (0.0, 1.0, HALF)
+    ):  # fmt: skip
+        test_sparse_ops.test_each_head_keeps_the_fewest_that_reach_p(name, lse, top_p, dtype)
 
 
 def test_selections():
@@ -119,22 +120,33 @@ def test_exact_keys_with_packed_values_in_long_splits(monkeypatch):
         assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-5) and torch.allclose(our_lse, lse, rtol=1e-5, atol=1e-5)
 
 
-@needs_emulator
-def test_threadgroups_stay_within_the_limits(monkeypatch):
+def launches_of(monkeypatch, case, **options):
+    """Launches of attend_selected by kernel, and its arguments."""
     made = []
 
     def compile_shader(source):
-        made.append(metalsim.compile_shader(source, orders=(0,)))
+        made.append(metalsim.compile_shader(source, orders=(0,), **options))
         return made[-1]
 
     monkeypatch.setattr(library, "shaders", library.Shaders(compile_shader))
-    case = SparseCase("widest", dim=128, group=16, packed=True)
     arguments, *_ = selected_problem(case)
     q = arguments[0]
     run("attend_selected", arguments, (q.shape, FLOAT), (q.shape[:3], FLOAT))
-    launches = {launch.kernel: launch for each in made for launch in each.launches}
+    return {launch.kernel: launch for each in made for launch in each.launches}, arguments
+
+
+@needs_emulator
+def test_threadgroups_stay_within_the_limits(monkeypatch):
+    launches, _ = launches_of(monkeypatch, SparseCase("widest", dim=128, group=16, packed=True))
     assert all(launch.group == [128, 1, 1] for launch in launches.values())
     assert launches["attend_selected"].group_bytes <= 17 * 1024
+
+
+@needs_emulator
+def test_selected_tokens_alone_are_read_once_a_group_of_heads(monkeypatch):
+    launches, (*_, count, _, _, _) = launches_of(monkeypatch, SparseCase("reads", group=4), kind="loads")
+    loaded = launches["attend_selected"].loaded
+    assert loaded[2] == loaded[7] == count.sum() * 64 * 4  # keys, values
 
 
 def test_a_call_without_a_shader_is_answered_by_the_reference_and_counted(monkeypatch):
