@@ -103,9 +103,21 @@ def test_long_selections_are_those_of_the_reference(capacity, top_p):
             "packed-per-head")  # fmt: skip
 def test_attending_to_a_selection(case):
     test_sparse_ops.test_attending_to_a_selection(case)
-    if case.name in ("T1025", "D80-48", "M5", "bf16", "packed", "packed-per-head"):
-        test_sparse_ops.test_scores_of_a_selection(case)
-        test_sparse_ops.test_gathering_a_selection(case)
+
+
+@with_cases("T1025 D80-48 M5 bf16 packed packed-per-head", SparseCase("heads", per_head=True, group=4, queries=2))
+def test_scores_and_copies_of_a_selection(case):
+    (q, keys, _, indices, count, *_), dense, _ = selected_problem(case)
+    shape = (*q.shape[:3], indices.shape[-1])
+    expected = torch.empty(shape)
+    sparse_reference.qk_selected(q, keys, indices, count, 0.3, expected)
+    (out,) = run("qk_selected", (q, keys, indices, count, 0.3), (shape, FLOAT))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    shape = (*indices.shape, case.dim)
+    expected = torch.full(shape, torch.nan, dtype=dense.dtype)
+    sparse_reference.gather_selected(dense, indices, count, expected)
+    (out,) = run("gather_selected", (dense, indices, count), (shape, dense.dtype))
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_exact_keys_with_packed_values_in_long_splits(monkeypatch):

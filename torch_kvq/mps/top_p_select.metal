@@ -29,7 +29,7 @@ inline Row row_of(
           candidates + batch * sizes.candidates[0] + selection * sizes.candidates[1]};
 }
 
-// The score that counts: -inf where it is hidden, and never -0.
+// The score that counts: -inf where it is hidden.
 inline float score_at(thread const Row& row, constant Sizes& sizes, long column) {
   float score = float(row.scores[column]);
   if (kTable != 0) {
@@ -37,7 +37,7 @@ inline float score_at(thread const Row& row, constant Sizes& sizes, long column)
     const Table entry = row.table[clamp(token, long(0), sizes.mask_columns - 1) * sizes.table[3]];
     score = kTable == kAdd ? score + float(entry) : entry ? score : -INFINITY;
   }
-  return score == 0.0f ? 0.0f : score;
+  return score;
 }
 
 // NaN and +inf are kept and have no share.
