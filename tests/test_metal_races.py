@@ -7,6 +7,7 @@ import pytest
 import torch
 from metal_shaders import emulated, needs_emulator, run
 from op_cases import Case, make_store, problem
+from sparse_cases import SparseCase, coded, index_of, selected_problem
 
 from torch_kvq.backends import metal
 from torch_kvq.backends.metal import library, plan
@@ -91,9 +92,44 @@ def merge():
     run("merge", (torch.randn(3, 2, 3, 1, 80), torch.randn(3, 2, 3, 1)), ((2, 3, 1, 80), FLOAT), ((2, 3, 1), FLOAT))
 
 
+def index_and_scores():
+    """A group of three query heads and a token behind the first threadgroup."""
+    case = SparseCase("races", tokens=130, dim=80, kind="so4", centred=True)
+    index = index_of(case)
+    coded(index, 0.1, metal.launcher("quantise_query"))
+    metal.launcher("index_keys")(index.keys, *index.transform, 0, index.sign, index.factor, index.bias)
+    planes, terms, _ = coded(index, 0.1)
+    arguments = planes, terms, index.sign, index.factor, index.bias, case.dim, 0.1, 1
+    run("sign_scores", arguments, ((*planes.shape[:3], 129), FLOAT))
+
+
+def top_p_select():
+    """More than there is room for, of more columns than there are threads."""
+    scores, lse = torch.randn(1, 4, 1, 200), torch.zeros(1, 4, 1)
+    run("top_p_select", (scores, lse, None, None, 0.9), ((1, 2, 40), torch.int32), ((1, 2), torch.int32))
+
+
+def selected(**parts):
+    case = SparseCase("races", tokens=150, dim=80, kind="so4", share=0.6, mask="bool", **parts)
+    arguments, *_ = selected_problem(case)
+    q, keys, _, indices, count, *_ = arguments
+    run("attend_selected", arguments, (q.shape, FLOAT), (q.shape[:3], FLOAT))
+    return q, keys, indices, count
+
+
+def selected_packed():
+    selected(packed=True)
+
+
+def selected_exact():
+    q, keys, indices, count = selected()
+    run("qk_selected", (q, keys, indices, count, 0.1), ((*q.shape[:3], indices.shape[2]), FLOAT))
+    run("gather_selected", (*keys, indices, count), ((*indices.shape, 80), FLOAT))
+
+
 RUNS = (
     rotate, rotate_back, encode_keys, encode_values, decode, attend_words, attend_dims, attend_narrow, attend_latent, qk_and_pv,
-    merge,
+    merge, index_and_scores, top_p_select, selected_packed, selected_exact,
 )  # fmt: skip
 
 
@@ -117,6 +153,11 @@ USES = {
     "attend_dims.metal": (attend_dims,),
     "attend_exact.metal": (attend_words,),
     "finish.metal": (attend_words,),
+    "quantise_query.metal": (index_and_scores,),
+    "index_keys.metal": (index_and_scores,),
+    "sign_scores.metal": (index_and_scores,),
+    "top_p_select.metal": (top_p_select,),
+    "attend_selected.metal": (selected_packed,),
 }
 BARRIERS = [
     (path.name, number)

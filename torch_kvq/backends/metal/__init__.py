@@ -14,15 +14,17 @@ from collections.abc import Callable
 
 import torch
 
-from ...ops.schemas import DENSE_NAMES, NAMESPACE
+from ...ops.schemas import NAMES, NAMESPACE, SPARSE_NAMES
 
 VARIABLE = "KVQ_MPS"
 METAL, REFERENCE = CHOICES = ("metal", "reference")
 FAST_MATH = "PYTORCH_MPS_FAST_MATH"
 
 _MODULES = dict(
-    rotate="codec", encode="codec", decode="codec", attend="attention", qk="attention", pv="attention", merge="merge"
-)
+    rotate="codec", encode="codec", decode="codec", attend="attention", qk="attention", pv="attention", merge="merge",
+    quantise_query="index", index_keys="index", sign_scores="index", top_p_select="select", qk_selected="selected",
+    attend_selected="selected", gather_selected="selected",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -74,7 +76,7 @@ def _why_not() -> str:
 def launcher(name: str) -> Callable[..., None]:
     """The function that answers operator ``name`` of ``ops/schemas.py``, by shaders or, counted, by the reference."""
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    reference = importlib.import_module("torch_kvq.ops.reference")
+    reference = importlib.import_module(f"torch_kvq.ops.{'sparse_reference' if name in SPARSE_NAMES else 'reference'}")
     by_shaders, by_reference = getattr(module, name), getattr(reference, name)
 
     def serve(*arguments) -> None:
@@ -88,11 +90,11 @@ def launcher(name: str) -> Callable[..., None]:
 
 
 def register() -> None:
-    """Makes the launchers serve operators for dispatch key ``MPS``, once a process; no device is needed for that."""
+    """Makes the launchers serve every operator for dispatch key ``MPS``, once a process; no device is needed for that."""
     if _libraries:
         return
     library = torch.library.Library(NAMESPACE, "IMPL")
-    for name in DENSE_NAMES:  # sparse attention has no shaders yet: the reference serves it
+    for name in NAMES:
         library.impl(name, launcher(name), "MPS")
     _libraries.append(library)
 

@@ -79,7 +79,7 @@ class Splits(NamedTuple):
         return self.packed.splits + self.exact.splits
 
 
-def _rows(x: torch.Tensor, heads: int, dim: int) -> Rows:
+def rows_of(x: torch.Tensor, heads: int, dim: int) -> Rows:
     batch, query_heads, queries, _ = x.shape
     group = query_heads // heads
     return Rows(batch, heads, group, queries, plan.rows_of_group(max(1, group * queries), dim))
@@ -93,7 +93,7 @@ def _splits(rows: Rows, start: int, length: int, exact_len: int, value_dim: int,
     return Splits(packed, exact, torch.empty(rows.flat, count, value_dim, **floats), torch.empty(rows.flat, count, 2, **floats))
 
 
-def _queries(q: torch.Tensor, keys: Store, rows: Rows, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def prepare_queries(q: torch.Tensor, keys: Store, rows: Rows, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``plain``, ``rotated`` and ``bias`` of ``query.metal``."""
     dim, flat, device = q.shape[-1], rows.flat, q.device
     width = plan.padded(dim)
@@ -150,7 +150,7 @@ def _attend_exact(
     )  # fmt: skip
 
 
-def _finish(rows: Rows, splits: Splits, values: Store, sink_logits, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def finish(rows: Rows, splits: Splits, values: Store, sink_logits, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Writes ``out`` and, of a softmax, ``lse``."""
     dim = splits.sums.shape[-1]
     shader = library.shaders.get("finish", (*ROTATION, "finish.metal"), Out=out.dtype, **dims(dim))
@@ -192,14 +192,14 @@ def attend(
         require_served(each)
     if exact_keys.dtype != exact_values.dtype:
         raise Unserved(f"exact keys in {exact_keys.dtype} with exact values in {exact_values.dtype}")
-    rows = _rows(q, heads, max(dim, value_dim))
+    rows = rows_of(q, heads, max(dim, value_dim))
     table = Table(mask, strides, NO_TABLE if mask is None else KEEP if mask.dtype == torch.bool else ADD)
     splits = _splits(rows, start, length, exact_len, value_dim, device)
     tokens = dict(length=length, num_sinks=num_sinks)
-    plain, rotated, bias = _queries(q, key_store, rows, scale)
+    plain, rotated, bias = prepare_queries(q, key_store, rows, scale)
     _attend_packed(rows, rotated, bias, key_store, value_store, dim, table, splits, tokens | dict(start=start), softcap)
     _attend_exact(rows, plain, exact_keys, exact_values, dim, table, splits, tokens, softcap)
-    _finish(rows, splits, value_store, sink_logits, out, lse)
+    finish(rows, splits, value_store, sink_logits, out, lse)
 
 
 def qk(q, keys, exact_keys, length, num_sinks, out) -> None:
@@ -213,8 +213,8 @@ def qk(q, keys, exact_keys, length, num_sinks, out) -> None:
     store = store_of("keys.", keys, False, (batch, heads, length, dim), device)
     require_dense("out", out, (*q.shape[:3], length + exact_len), device)
     require_served(dim)
-    rows = _rows(q, heads, dim)
-    plain, rotated, bias = _queries(q, store, rows, 1.0)
+    rows = rows_of(q, heads, dim)
+    plain, rotated, bias = prepare_queries(q, store, rows, 1.0)
     config = dict(kRows=rows.count, kPadded=plan.padded(dim), Out=out.dtype, kDim=dim, kKeyBits=store.bits)
     config |= dict(Exact=exact_keys.dtype, **Table(None, (), NO_TABLE).config, kValueDim=dim)
     files = ("softmax.metal", "scores.metal", "scores_exact.metal", "qk.metal")
@@ -238,10 +238,10 @@ def pv(p, values, exact_values, length, num_sinks, out) -> None:
     store = store_of("values.", values, True, (batch, heads, length, dim), device)
     require_dense("out", out, (*p.shape[:3], dim), device)
     require_served(dim)
-    rows = _rows(p, heads, dim)
+    rows = rows_of(p, heads, dim)
     table = Table(p, p.stride(), WEIGHTS)
     splits = _splits(rows, 0, length, exact_len, dim, device)
     tokens = dict(length=length, num_sinks=num_sinks)
     _attend_packed(rows, None, None, None, store, 4, table, splits, tokens | dict(start=0), 0.0)
     _attend_exact(rows, None, None, exact_values, 4, table, splits, tokens, 0.0)
-    _finish(rows, splits, store, None, out, None)
+    finish(rows, splits, store, None, out, None)
