@@ -16,7 +16,7 @@ from torch_kvq.evaluate import fidelity
 
 PREFIX = 1536
 COMPILED = backends.report()["sign_scores"].served_by != backends.native.REFERENCE
-SCORED = int(os.environ.get("KVQ_TEST_SCORED", "48" if COMPILED else "12"))
+SCORED = int(os.environ.get("KVQ_TEST_SCORED", "32" if COMPILED else "12"))
 
 pytestmark = pytest.mark.slow
 
