@@ -2,8 +2,6 @@
 them, run on a GPU and, without one, by the emulator of ``cuda_host``."""
 
 import functools
-import os
-import zlib
 
 import pytest
 import test_sparse_ops
@@ -63,12 +61,6 @@ def emulated():
 
 
 MAKERS = {"emulated": emulated, "cuda": lambda: OnDevice("cuda")}
-SHARE = 1 if os.environ.get("KVQ_EMULATE") == "all" else 3  # one test of so many runs in the emulator, which is slow
-
-
-def left_out(name: str) -> bool:
-    """Whether the emulator leaves a test out; which ones does not change from run to run."""
-    return zlib.crc32(name.encode()) % SHARE > 0
 
 
 @pytest.fixture(
@@ -76,8 +68,8 @@ def left_out(name: str) -> bool:
 )
 def kernels(request, monkeypatch):
     """Kernels that take the place of ``ops`` in the tests."""
-    if request.param == "emulated" and left_out(request.node.name):
-        pytest.skip(f"one test in {SHARE} is emulated; KVQ_EMULATE=all emulates every one")
+    if request.param == "emulated":
+        emulated_library.skip_if_left_out(request.node.name)
     kernels = MAKERS[request.param]()
     monkeypatch.setattr(test_sparse_ops, "ops", kernels)
     return kernels

@@ -49,7 +49,8 @@ BARS = {
 }
 
 
-@pytest.mark.parametrize("name", BARS)
+# Three of them show the path of every kernel; all are measured where the number of tokens is asked for.
+@pytest.mark.parametrize("name", BARS if "KVQ_TEST_SCORED" in os.environ else ("p .95", "refined", "3 bit, refined"))
 def test_smollm2(smollm2, name, capsys):
     options, budget, mass, kl = BARS[name]
     got, stats = measured(smollm2, **options)

@@ -21,6 +21,11 @@ def ops():
     return emulated_library.load()
 
 
+@pytest.fixture(autouse=True)
+def left_out(request):
+    emulated_library.skip_if_left_out(request.node.name)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", SMALL_CASES, ids=checks.named)
 def test_attend(ops, case, dtype):
