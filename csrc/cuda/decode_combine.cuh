@@ -85,7 +85,8 @@ template <class T, int VDIM, int NUM_THREADS>
 __global__ void __launch_bounds__(NUM_THREADS)
     combine_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
   extern __shared__ float weight[];
-  constexpr int COLUMNS = VDIM / 4, LANES = NUM_THREADS / COLUMNS, AHEAD = NUM_THREADS / 32;  // LANES: threads per column of four dims
+  constexpr int COLUMNS = VDIM / 4, LANES = NUM_THREADS / COLUMNS,
+                AHEAD = NUM_THREADS / 32;  // LANES: threads per column of four dims
   __shared__ float reduced[NUM_THREADS / 32], y[VDIM], partial[LANES][2][VDIM];
   int rows = a.rows, bh = blockIdx.x / rows, row = blockIdx.x - bh * rows, t = threadIdx.x, count = parts.count();
   int b = bh / a.heads, h = bh - b * a.heads, column = t % COLUMNS, lane = t / COLUMNS;

@@ -1,8 +1,8 @@
-// The decode kernel. Grid: (sequence and head, parts, block of rows). A part is a few steps of exact tokens and a run of tiles
-// of packed ones; its warps take them in turn, exact ones first, as one of their steps takes as long as a tile. A warp copies
-// its own tiles and never waits for another inside the loop: while it sums the values of a tile, the keys of its next one are
-// on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all registers, were faster than three
-// or four, and tiles of 128 tokens faster than of 32.
+// The decode kernel. Grid: (sequence and head, parts, block of rows). A part is a few steps of exact tokens and a run
+// of tiles of packed ones; its warps take them in turn, exact ones first, as one of their steps takes as long as a
+// tile. A warp copies its own tiles and never waits for another inside the loop: while it sums the values of a tile,
+// the keys of its next one are on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all
+// registers, were faster than three or four, and tiles of 128 tokens faster than of 32.
 #pragma once
 
 #include "decode_combine.cuh"
@@ -70,7 +70,8 @@ __device__ __forceinline__ void store_sums(const Warp &packed, float value_step,
   for (int l = 0; l < Warp::LIMBS; l++) {  // levels are half a step above their bytes
     uint32_t total = packed.total[l] + __shfl_xor_sync(~0u, packed.total[l], 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    half[l][0] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c), half[l][1] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c + 4);
+    half[l][0] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c),
+    half[l][1] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c + 4);
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -126,8 +127,8 @@ __device__ __forceinline__ void merge_warps(const Parts &parts, const Warp &pack
 }
 
 template <class T, class S>
-__global__ void __launch_bounds__(THREADS, 2) decode_kernel(const __grid_constant__ DecodeArgs a,
-                                                            const __grid_constant__ Parts parts) {
+__global__ void __launch_bounds__(THREADS, 2)
+    decode_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
   extern __shared__ __align__(128) char memory[];
   int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;

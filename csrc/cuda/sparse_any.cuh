@@ -1,6 +1,7 @@
 // Attention over selected tokens, and their scores, of any dtype, head dim and store, in float32.
 //
-// A block of threads rebuilds 32 rows in shared memory, packed ones in rotated space, where the queries are turned to as well.
+// A block of threads rebuilds 32 rows in shared memory, packed ones in rotated space, where the queries are turned to
+// as well.
 #pragma once
 
 #include "pack.cuh"
@@ -60,7 +61,8 @@ __device__ __forceinline__ RowSource values_of(const Selected &s, int b, int h) 
 // Shared memory of a block, in floats.
 struct AnyShape {
   int query_row, tile_row;  // an odd stride lets 32 lanes read 32 rows
-  __host__ __device__ AnyShape(int dim, int value_dim) : query_row((int)round_up(dim, 4)), tile_row((dim > value_dim ? dim : value_dim) | 1) {}
+  __host__ __device__ AnyShape(int dim, int value_dim)
+      : query_row((int)round_up(dim, 4)), tile_row((dim > value_dim ? dim : value_dim) | 1) {}
   __host__ __device__ int query_floats() const { return ITEM_ROWS * query_row; }
   __host__ __device__ int floats() const {
     return query_floats() + ANY_WARPS * query_row + ITEM_ROWS + ITEM_ROWS * WARP + WARP + WARP * tile_row;
@@ -121,7 +123,8 @@ struct AnyBlock {
   }
 };
 
-__global__ void __launch_bounds__(ANY_THREADS, 2) score_any(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
+__global__ void __launch_bounds__(ANY_THREADS, 2)
+    score_any(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
   extern __shared__ float4 memory[];
   __shared__ float key_values[1 << MAX_BITS];
   const Attention &a = s.attention;
@@ -133,7 +136,8 @@ __global__ void __launch_bounds__(ANY_THREADS, 2) score_any(const __grid_constan
     RowSource keys = keys_of(s, place.b, place.kv_head(a, w));
     keys.load_values(key_values);
     block.load_queries(w, item, keys);
-    block.load_tokens(s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1], at, count);
+    block.load_tokens(
+        s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1], at, count);
     __syncthreads();
     block.load_tile(keys, key_values);
     __syncthreads();
@@ -147,9 +151,11 @@ __global__ void __launch_bounds__(ANY_THREADS, 2) score_any(const __grid_constan
   }
 }
 
-__global__ void __launch_bounds__(ANY_THREADS, 2) attend_any(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
+__global__ void __launch_bounds__(ANY_THREADS, 2)
+    attend_any(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
   extern __shared__ float4 memory[];
-  __shared__ float top[ITEM_ROWS], mass[ITEM_ROWS], keep[ITEM_ROWS], key_values[1 << MAX_BITS], value_values[1 << MAX_BITS];
+  __shared__ float top[ITEM_ROWS], mass[ITEM_ROWS], keep[ITEM_ROWS], key_values[1 << MAX_BITS],
+      value_values[1 << MAX_BITS];
   const Attention &a = s.attention;
   AnyBlock block(s, (float *)memory);
   int t = threadIdx.x, lane = block.lane, part = blockIdx.x, tiles = w.tiles_before(w.items);
@@ -163,7 +169,8 @@ __global__ void __launch_bounds__(ANY_THREADS, 2) attend_any(const __grid_consta
     int h = place.kv_head(a, w);
     RowSource keys = keys_of(s, place.b, h), values = values_of(s, place.b, h);
     keys.load_values(key_values), values.load_values(value_values);
-    const int32_t *indices = s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1];
+    const int32_t *indices =
+        s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1];
     block.load_queries(w, item, keys);
     if (t < ITEM_ROWS) top[t] = NOTHING, mass[t] = 0;
     float sums[MAX_DIMS_EACH][ITEM_ROWS] = {};

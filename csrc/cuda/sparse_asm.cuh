@@ -8,12 +8,12 @@
 namespace kvq {
 namespace cuda {
 
-// d += popcount of a & b, of 16 x 128 and 128 x 8 bits. With lane = 4 g + c: a0, a1 are bits 32 c .. of rows g, g + 8; b is
-// bits 32 c .. of column g; d is rows g, g, g + 8, g + 8, columns 2 c, 2 c + 1.
+// d += popcount of a & b, of 16 x 128 and 128 x 8 bits. With lane = 4 g + c: a0, a1 are bits 32 c .. of rows g, g + 8;
+// b is bits 32 c .. of column g; d is rows g, g, g + 8, g + 8, columns 2 c, 2 c + 1.
 __device__ __forceinline__ void mma_bits(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   asm volatile("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a0), "r"(a1), "r"(b));
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
 }
 
 // Ends a group of copies that this thread started since the last one.
@@ -44,7 +44,8 @@ template <class... Parameters, class... Arguments>
 void launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
                    Arguments &&...arguments) {
   cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes,
+  config.stream = stream;
   cudaLaunchAttribute early;
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

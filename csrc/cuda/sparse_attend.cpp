@@ -11,7 +11,8 @@ namespace {
 void check_count(const Call &call, const Selected &s, const Tensor &q) {
   int64_t rows = s.attention.batch * s.attention.heads * s.attention.rows;
   KVQ_CHECK(rows < 1 << 20, "q", "have fewer than 2**20 rows of all sequences, heads and tokens", text(q));
-  KVQ_CHECK(s.tokens < INT32_MAX && s.selection.capacity < (int64_t)1 << 30, "keys", "have fewer than 2**30 tokens", s.tokens);
+  KVQ_CHECK(s.tokens < INT32_MAX && s.selection.capacity < (int64_t)1 << 30, "keys", "have fewer than 2**30 tokens",
+            s.tokens);
   call.check_grid("q", rows * 8);
 }
 
@@ -41,15 +42,16 @@ void check_readable(const Tensor &x) {
   if (!x.is_cpu() || !x.numel()) return;
   cudaPointerAttributes attributes{};
   cudaError_t error = cudaPointerGetAttributes(&attributes, x.data_ptr());
-  KVQ_CHECK(error == cudaSuccess && attributes.type == cudaMemoryTypeHost, "x", "be in pinned memory if it is on the CPU",
-            text(x));
+  KVQ_CHECK(error == cudaSuccess && attributes.type == cudaMemoryTypeHost, "x",
+            "be in pinned memory if it is on the CPU", text(x));
 }
 
 void gather_selected(const Tensor &x, const Tensor &indices, const Tensor &count, const Tensor &out) {
   Call call("out", out);
   Gathering g = gather_selected_problem(x, indices, count, out);
   check_readable(x);
-  KVQ_CHECK(g.batch * g.selection.selections < 1 << 16, "indices", "have fewer than 2**16 selections in all", text(indices));
+  KVQ_CHECK(g.batch * g.selection.selections < 1 << 16, "indices", "have fewer than 2**16 selections in all",
+            text(indices));
   KVQ_CHECK(g.selection.capacity < (int64_t)1 << 28, "indices", "have a capacity below 2**28", text(indices));
   launch_gather_selected(g, call.num_multiprocessors(), call.stream());
   call.check("gather_selected");

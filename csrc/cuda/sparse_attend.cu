@@ -27,7 +27,10 @@ bool gathers(const Selected &s) {
   if (s.packed_keys || s.packed_values || a.dim != a.value_dim) return false;
   if (a.dim != 64 && a.dim != 80 && a.dim != 96 && a.dim != 128 && a.dim != 256) return false;
   if (a.q.dtype == FLOAT32 || a.exact_keys.dtype != a.q.dtype || a.exact_values.dtype != a.q.dtype) return false;
-  if (!has_shared(a.dim == 256 ? GatherShape<256>::BYTES : a.dim <= 64 ? GatherShape<64>::BYTES : GatherShape<128>::BYTES)) return false;
+  if (!has_shared(a.dim == 256  ? GatherShape<256>::BYTES
+                  : a.dim <= 64 ? GatherShape<64>::BYTES
+                                : GatherShape<128>::BYTES))
+    return false;
   bool pairs = (uintptr_t)a.q.data % 4 == 0;
   for (int64_t stride : a.q.stride) pairs = pairs && stride % 2 == 0;
   return pairs && aligned(a.exact_keys) && aligned(a.exact_values);
@@ -52,7 +55,10 @@ Work work_of(const Selected &s, int num_multiprocessors, char *scratch, int64_t 
   w.selections = (int)s.selection.selections, w.rows = (int)(a.group * a.heads / w.selections * a.queries);
   w.row_blocks = (int)ceil_div(w.rows, ITEM_ROWS), w.items = (int)(a.batch * w.selections * w.row_blocks);
   w.count = s.selection.count, w.count_stride = s.selection.count_stride;
-  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = gathers_packed(s) ? 2 : !gathers(s) ? 4 : a.dim <= 128 ? 2 : 1;
+  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = gathers_packed(s) ? 2
+                                                                                        : !gathers(s)     ? 4
+                                                                                        : a.dim <= 128    ? 2
+                                                                                                          : 1;
   most = most < 1 ? 1 : most;
   w.parts = (int)(most < each * num_multiprocessors ? most : each * num_multiprocessors);
   int64_t places = (int64_t)(w.parts + w.items) * ITEM_ROWS, sums = round_up(places * a.value_dim * 4, 256);

@@ -1,4 +1,5 @@
-// The last step of attend_selected: a block of threads joins the partial results of one row and turns sums of packed values back.
+// The last step of attend_selected: a block of threads joins the partial results of one row and turns sums of packed
+// values back.
 #pragma once
 
 #include "sparse_any.cuh"
@@ -6,18 +7,21 @@
 namespace kvq {
 namespace cuda {
 
-__global__ void __launch_bounds__(ANY_THREADS) combine_selected(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
+__global__ void __launch_bounds__(ANY_THREADS)
+    combine_selected(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
   extern __shared__ float4 memory[];
   float *y = (float *)memory;
   const Attention &a = s.attention;
-  int item = blockIdx.x / ITEM_ROWS, r = blockIdx.x % ITEM_ROWS, row = w.first_row(item) + r, t = threadIdx.x, warp = warp_id();
+  int item = blockIdx.x / ITEM_ROWS, r = blockIdx.x % ITEM_ROWS, row = w.first_row(item) + r, t = threadIdx.x,
+      warp = warp_id();
   wait_for_kernels_ahead();
   if (row >= w.rows) return;
   int tiles = w.tiles_before(w.items), first = w.tiles_before(item), own = w.tiles_of(item);
   int part = own ? w.owner(first, tiles) : 0, last = own ? w.owner(first + own - 1, tiles) : -1;
   float most = NOTHING, mass = 0, sums[MAX_DIMS_EACH] = {};
   for (int i = part; i <= last; i++)
-    if (w.first_tile(i, tiles) < w.first_tile(i + 1, tiles)) most = fmaxf(most, w.state[(int64_t)(i + item) * ITEM_ROWS + r].x);
+    if (w.first_tile(i, tiles) < w.first_tile(i + 1, tiles))
+      most = fmaxf(most, w.state[(int64_t)(i + item) * ITEM_ROWS + r].x);
   for (int i = part; i <= last; i++) {
     if (w.first_tile(i, tiles) >= w.first_tile(i + 1, tiles)) continue;  // a part without tiles
     int64_t at = (int64_t)(i + item) * ITEM_ROWS + r;
@@ -26,7 +30,8 @@ __global__ void __launch_bounds__(ANY_THREADS) combine_selected(const __grid_con
     mass = fmaf(by, state.y, mass);
 #pragma unroll
     for (int j = 0; j < MAX_DIMS_EACH; j++)
-      if (t + j * ANY_THREADS < a.value_dim) sums[j] = fmaf(by, w.sums[at * a.value_dim + t + j * ANY_THREADS], sums[j]);
+      if (t + j * ANY_THREADS < a.value_dim)
+        sums[j] = fmaf(by, w.sums[at * a.value_dim + t + j * ANY_THREADS], sums[j]);
   }
   ItemPlace place(w, item);
   RowSource values = values_of(s, place.b, place.kv_head(a, w));

@@ -1,4 +1,5 @@
-// gather_selected: a warp copies a row at a time, several rows under way, so that reads of host memory are whole and many.
+// gather_selected: a warp copies a row at a time, several rows under way, so that reads of host memory are whole and
+// many.
 #include "rows.cuh"
 #include "sparse.h"
 
@@ -11,14 +12,17 @@ constexpr int WARPS = 8, AT_ONCE = 4;
 
 // Rows of `units` words of type T; a warp takes 32 / lanes rows at once where a row is shorter than it.
 template <class T>
-__global__ void __launch_bounds__(WARPS *WARP) gather_selected(const __grid_constant__ Gathering g, int units, int lanes) {
+__global__ void __launch_bounds__(WARPS *WARP)
+    gather_selected(const __grid_constant__ Gathering g, int units, int lanes) {
   const Selection &s = g.selection;
-  int b = blockIdx.y / (int)s.selections, k = blockIdx.y % (int)s.selections, count = __ldg(s.count + b * s.count_stride + k);
+  int b = blockIdx.y / (int)s.selections, k = blockIdx.y % (int)s.selections,
+      count = __ldg(s.count + b * s.count_stride + k);
   int h = (int)(k * g.heads / s.selections), each = WARP / lanes, lane = lane_id() % lanes;
   const char *x = g.x + b * g.x_stride[0] + h * g.x_stride[1];
   char *out = g.out + b * g.out_stride[0] + k * g.out_stride[1];
   const int32_t *indices = s.indices + b * s.index_stride[0] + k * s.index_stride[1];
-  int stride = (int)gridDim.x * WARPS * each, first = (int)(blockIdx.x * WARPS + threadIdx.x / WARP) * each + lane_id() / lanes;
+  int stride = (int)gridDim.x * WARPS * each,
+      first = (int)(blockIdx.x * WARPS + threadIdx.x / WARP) * each + lane_id() / lanes;
   for (int at = first; at < count; at += stride * AT_ONCE) {
     const char *from[AT_ONCE];
 #pragma unroll

@@ -1,6 +1,7 @@
 // Attention over selected tokens of 16-bit dense keys and values on tensor cores, which read them where they lie.
 //
-// Each warp takes 16 tokens of a tile: their rows come into its own shared memory in copies of 16 bytes, several steps ahead.
+// Each warp takes 16 tokens of a tile: their rows come into its own shared memory in copies of 16 bytes, several steps
+// ahead.
 //   scores^T [rows, tokens] = A (queries, rows g) . B (keys, column g = token)
 //   sums^T [dims, rows]     = A (values, read transposed) . B (weights, column g = row)
 // Weights are split into two halves, so that rounding them costs nothing.
@@ -16,7 +17,9 @@ namespace cuda {
 constexpr int GATHER_WARPS = 4, GATHER_STEP = 16;
 static_assert(GATHER_WARPS * GATHER_STEP == SPARSE_TILE, "a tile is a step of every warp");
 
-__device__ __forceinline__ float capped(float x, float softcap) { return softcap > 0 ? tanhf(x / softcap) * softcap : x; }
+__device__ __forceinline__ float capped(float x, float softcap) {
+  return softcap > 0 ? tanhf(x / softcap) * softcap : x;
+}
 
 template <int DIM>
 struct GatherShape {
@@ -41,7 +44,8 @@ struct RowSums {
   }
 
   // Adds to x the products of query fragments with 16 rows.
-  static __device__ __forceinline__ void multiply(float (&x)[2][4], const uint32_t (&query)[STEPS][2], const T *rows, int lane) {
+  static __device__ __forceinline__ void multiply(float (&x)[2][4], const uint32_t (&query)[STEPS][2], const T *rows,
+                                                  int lane) {
     const T *from = rows + ((lane & 7) + 8 * (lane >> 4)) * ROW + 8 * ((lane >> 3) & 1);
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
@@ -68,7 +72,8 @@ struct RowSums {
       float2 rounded = floats_of_pair<T>(upper[n]);
       lower[n] = pair_of<T>(p0 - rounded.x, p1 - rounded.y);
     }
-    float keep0 = __shfl_sync(ALL_LANES, keep, 8 * (lane & 3)), keep1 = __shfl_sync(ALL_LANES, keep, 8 * (lane & 3) + 4);
+    float keep0 = __shfl_sync(ALL_LANES, keep, 8 * (lane & 3)),
+          keep1 = __shfl_sync(ALL_LANES, keep, 8 * (lane & 3) + 4);
     const T *from = rows + ((lane & 7) + 8 * (lane >> 4)) * ROW + 8 * ((lane >> 3) & 1);
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {

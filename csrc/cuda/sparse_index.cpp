@@ -28,8 +28,8 @@ void index_keys(const Tensor &x, const Tensor &query_centre, const Tensor &centr
   call.check("index_keys");
 }
 
-void sign_scores(const Tensor &planes, const Tensor &terms, const Tensor &sign, const Tensor &factor, const Tensor &bias,
-                 int64_t head_dim, double scale, int64_t start, const Tensor &out) {
+void sign_scores(const Tensor &planes, const Tensor &terms, const Tensor &sign, const Tensor &factor,
+                 const Tensor &bias, int64_t head_dim, double scale, int64_t start, const Tensor &out) {
   Call call("out", out);
   SignScan s = sign_scores_problem(planes, terms, sign, factor, bias, head_dim, scale, start, out);
   KVQ_CHECK(s.index.sign || !s.tokens, "sign", "hold the tokens of out", text(sign));

@@ -1,4 +1,5 @@
-// top_p_select, second part: from the cuts of rows to bit masks of the tokens that a selection keeps, 32 columns a word.
+// top_p_select, second part: from the cuts of rows to bit masks of the tokens that a selection keeps, 32 columns a
+// word.
 #pragma once
 
 #include "sparse_mass.cuh"
@@ -16,7 +17,8 @@ struct Marks {
 
 // A thread has eight columns, a byte of each mask.
 template <class Score, bool MASKED>
-__global__ void __launch_bounds__(MARK_THREADS, 8) mark(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+__global__ void __launch_bounds__(MARK_THREADS, 8)
+    mark(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
   SelectionRows selection(p, blockIdx.y);
   int unit = blockIdx.x * MARK_THREADS + threadIdx.x, first = unit * PIECE, count = (int)p.columns - first;
   wait_for_kernels_ahead();
@@ -65,7 +67,8 @@ struct Doubts {
 };
 
 // Exactly the scores of the bin of the cut that are needed, found digit by digit of their ordered bits from the top.
-__global__ void __launch_bounds__(RESOLVE_THREADS, 1) resolve(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+__global__ void __launch_bounds__(RESOLVE_THREADS, 1)
+    resolve(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
   constexpr int DIGIT = 10, CELLS = 1 << DIGIT;
   static_assert(CELLS == RESOLVE_THREADS, "a thread has one cell");
   __shared__ float listed_scores[MAX_LISTED], sums[CELLS], shared[CELLS / WARP];

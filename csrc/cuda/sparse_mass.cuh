@@ -1,8 +1,9 @@
 // top_p_select, first part: the mass of every bin of a row, and the bin in which the kept mass reaches top_p.
 //
 // A block of threads has a segment of a row. Masses are integers while threads add them up, so that their
-// order is of no matter: each relative to the largest score that its bin can have in the segment, so that none is too small.
-// float16 scores below 64 without a mask, which are the rule, are read once and need a third of the instructions of others.
+// order is of no matter: each relative to the largest score that its bin can have in the segment, so that none is too
+// small. float16 scores below 64 without a mask, which are the rule, are read once and need a third of the instructions
+// of others.
 #pragma once
 
 #include "sparse_asm.cuh"
@@ -65,7 +66,8 @@ struct PairOfCodes {
 };
 
 __device__ __forceinline__ float peak_of(int bin) {
-  uint32_t code = (uint32_t)bin << BIN_SHIFT | ((1 << BIN_SHIFT) - 1), bits = code & 0x8000 ? code ^ 0x8000 : ~code & 0xffff;
+  uint32_t code = (uint32_t)bin << BIN_SHIFT | ((1 << BIN_SHIFT) - 1),
+           bits = code & 0x8000 ? code ^ 0x8000 : ~code & 0xffff;
   return __half2float(__ushort_as_half((unsigned short)bits));
 }
 
@@ -85,11 +87,13 @@ __device__ __forceinline__ void add_small(const Piece<__half> &piece, int count,
 }
 
 template <class Score, bool MASKED>
-__global__ void __launch_bounds__(MASS_THREADS, 2) bin_masses(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan) {
+__global__ void __launch_bounds__(MASS_THREADS, 2)
+    bin_masses(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan) {
   __shared__ uint32_t cells[NUM_BINS];
   __shared__ float tops[MASS_THREADS / WARP];
   let_next_kernel_begin();
-  int row = blockIdx.x / plan.segments, start = (int)(blockIdx.x - row * plan.segments) * plan.segment_len(), t = threadIdx.x;
+  int row = blockIdx.x / plan.segments, start = (int)(blockIdx.x - row * plan.segments) * plan.segment_len(),
+      t = threadIdx.x;
   int left = min((int)p.columns - start, plan.segment_len());
   ScoreRow scores(p, RowPlace(p, row));
   const Score *from = (const Score *)scores.scores + start;
@@ -106,7 +110,8 @@ __global__ void __launch_bounds__(MASS_THREADS, 2) bin_masses(const __grid_const
 #pragma unroll
     for (int j = 0; j < MAX_PIECES; j++)
 #pragma unroll
-      for (int i = 0; i < PIECE; i += 2) most = __hmax2_nan(most, __habs2(__halves2half2(pieces[j].x[i], pieces[j].x[i + 1])));
+      for (int i = 0; i < PIECE; i += 2)
+        most = __hmax2_nan(most, __habs2(__halves2half2(pieces[j].x[i], pieces[j].x[i + 1])));
     float2 both = __half22float2(most);
     small = __syncthreads_and(both.x < SMALL_SCORE && both.y < SMALL_SCORE), top = 0;
     if (small) {
@@ -154,22 +159,24 @@ __global__ void __launch_bounds__(MASS_THREADS, 2) bin_masses(const __grid_const
 
 constexpr int CUT_THREADS = NUM_BINS / 4;
 
-// The sum of x over this and all lower threads of a block.
-template <int THREADS>
-__device__ __forceinline__ float running_sum(float x, float *shared) {
+// The sum of x over this and all lower threads of a block; `shared` holds one X a warp and is free again afterwards.
+template <int THREADS, class X>
+__device__ __forceinline__ X running_sum(X x, X *shared) {
   int lane = lane_id(), warp = warp_id();
   for (int step = 1; step < WARP; step *= 2) {
-    float other = __shfl_up_sync(ALL_LANES, x, step);
+    X other = __shfl_up_sync(ALL_LANES, x, step);
     if (lane >= step) x += other;
   }
   if (lane == WARP - 1) shared[warp] = x;
   __syncthreads();
   for (int i = 0; i < warp; i++) x += shared[i];
+  __syncthreads();
   return x;
 }
 
 // Thread t has the four bins that are 4 t .. 4 t + 3 below the top one.
-__global__ void __launch_bounds__(CUT_THREADS) find_cut(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan, RowCut *cuts) {
+__global__ void __launch_bounds__(CUT_THREADS)
+    find_cut(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan, RowCut *cuts) {
   __shared__ float sums[CUT_THREADS], shared[CUT_THREADS / WARP];
   __shared__ int first;
   int t = threadIdx.x;
@@ -184,7 +191,8 @@ __global__ void __launch_bounds__(CUT_THREADS) find_cut(const __grid_constant__ 
   for (int i = 0; i < plan.segments; i++) {
     float by = tops[i] > -INFINITY ? expf(tops[i] - base) : 0;
     float4 x = ((const float4 *)(plan.masses + (row * plan.segments + i) * NUM_BINS))[CUT_THREADS - 1 - t];
-    mass.x = fmaf(x.x, by, mass.x), mass.y = fmaf(x.y, by, mass.y), mass.z = fmaf(x.z, by, mass.z), mass.w = fmaf(x.w, by, mass.w);
+    mass.x = fmaf(x.x, by, mass.x), mass.y = fmaf(x.y, by, mass.y), mass.z = fmaf(x.z, by, mass.z),
+    mass.w = fmaf(x.w, by, mass.w);
   }
   sums[t] = running_sum<CUT_THREADS>(mass.x + mass.y + mass.z + mass.w, shared);
   if (t == 0) first = CUT_THREADS;

@@ -1,8 +1,9 @@
 // Attention over selected tokens of packed keys and values on tensor cores.
 //
-// The words of a token come to shared memory as rows of dense tokens do (sparse_gather.cuh) and unfold there to halves, in steps
-// of the codebook, which are exact. Coordinates of a word lie in places (tiles.h). Queries are turned to where keys are and
-// split into two halves; scales of keys join the scores, those of values the weights, relative to the first token's.
+// The words of a token come to shared memory as rows of dense tokens do (sparse_gather.cuh) and unfold there to halves,
+// in steps of the codebook, which are exact. Coordinates of a word lie in places (tiles.h). Queries are turned to where
+// keys are and split into two halves; scales of keys join the scores, those of values the weights, relative to the
+// first token's.
 #pragma once
 
 #include "sparse_any.cuh"
@@ -15,7 +16,7 @@ namespace cuda {
 template <int BITS, int DIM>
 struct PackedShape {
   static constexpr int WORDS = DIM / WORD_BITS, STAGES = 4, CTAS = DIM <= 128 ? 2 : 1;
-  static constexpr int SIDE = GATHER_STEP * BITS * WORDS, SCALES = 2 * SIDE;   // words of keys, then of values
+  static constexpr int SIDE = GATHER_STEP * BITS * WORDS, SCALES = 2 * SIDE;  // words of keys, then of values
   static constexpr int TOKENS = SCALES + 2 * GATHER_STEP, STAGE = TOKENS + GATHER_STEP;
   static constexpr int ROW = GatherShape<DIM>::ROW, TILE = GATHER_STEP * ROW / 2;  // words
   static constexpr int WARP_WORDS = TILE + STAGES * STAGE;
@@ -73,22 +74,28 @@ struct PackedWarp {
     unit = unit > 0 ? unit : 1;
   }
 
-  __device__ __forceinline__ int first_token() const { return (int)min((uint32_t)__ldg(indices), (uint32_t)(s.tokens - 1)); }
+  __device__ __forceinline__ int first_token() const {
+    return (int)min((uint32_t)__ldg(indices), (uint32_t)(s.tokens - 1));
+  }
   __device__ __forceinline__ int token_at(int at) const {
     at += lane % GATHER_STEP;
     return at < count ? (int)min((uint32_t)__ldg(indices + at), (uint32_t)(s.tokens - 1)) : -1;
   }
 
-  // Starts copies of a store's words of 16 tokens: signs [token, W], then magnitudes [token, planes, W]; missing ones stay.
+  // Starts copies of a store's words of 16 tokens: signs [token, W], then magnitudes [token, planes, W]; missing ones
+  // stay.
   __device__ __forceinline__ void start_words(const Store &store, uint32_t *to, int token) const {
     constexpr int UNITS = BITS * S::WORDS * 4 % 16 ? 1 : 4, SIGN_UNITS = S::WORDS / UNITS, ALL = BITS * SIGN_UNITS;
     const uint32_t *sign = store.sign + b * store.sign_stride[0] + h * store.sign_stride[1];
     const uint32_t *mag = store.mag + b * store.mag_stride[0] + h * store.mag_stride[1];
     for (int first = 0; first < GATHER_STEP * ALL; first += WARP) {
-      int i = first + lane, row = i / ALL, unit = i % ALL * UNITS, from = __shfl_sync(ALL_LANES, token, row % GATHER_STEP);
+      int i = first + lane, row = i / ALL, unit = i % ALL * UNITS,
+          from = __shfl_sync(ALL_LANES, token, row % GATHER_STEP);
       bool is_sign = unit < S::WORDS;
-      const uint32_t *source = is_sign ? sign + from * store.sign_stride[2] + unit : mag + from * store.mag_stride[2] + unit - S::WORDS;
-      uint32_t *place = is_sign ? to + row * S::WORDS + unit : to + (GATHER_STEP + row * (BITS - 1)) * S::WORDS + unit - S::WORDS;
+      const uint32_t *source =
+          is_sign ? sign + from * store.sign_stride[2] + unit : mag + from * store.mag_stride[2] + unit - S::WORDS;
+      uint32_t *place =
+          is_sign ? to + row * S::WORDS + unit : to + (GATHER_STEP + row * (BITS - 1)) * S::WORDS + unit - S::WORDS;
       if (from >= 0 && row < GATHER_STEP) copy_async<4 * UNITS>(place, source);
     }
   }
@@ -104,13 +111,15 @@ struct PackedWarp {
     if (lane < GATHER_STEP) ((int *)to)[S::TOKENS + lane] = token;
   }
 
-  __device__ __forceinline__ void unfold(const uint32_t *words, const uint32_t *tokens, const tiles::HalfTable &table) const {
+  __device__ __forceinline__ void unfold(const uint32_t *words, const uint32_t *tokens,
+                                         const tiles::HalfTable &table) const {
     const uint32_t *mag = words + GATHER_STEP * S::WORDS;
     for (int i = lane; i < GATHER_STEP * S::WORDS; i += WARP) {
       int row = i % GATHER_STEP, word = i / GATHER_STEP;
       __half *to = tile + row * S::ROW + word * WORD_BITS;
       if ((int)tokens[row] >= 0)
-        tiles::unfold_word<BITS>(words + row * S::WORDS + word, mag + row * (BITS - 1) * S::WORDS + word, S::WORDS, table, to);
+        tiles::unfold_word<BITS>(words + row * S::WORDS + word, mag + row * (BITS - 1) * S::WORDS + word, S::WORDS,
+                                 table, to);
       else
         for (int j = 0; j < 4; j++) ((uint4 *)to)[j] = make_uint4(0, 0, 0, 0);
     }

@@ -38,10 +38,12 @@ __global__ void __launch_bounds__(WARPS *WARP) quantise_query(const __grid_const
   rotate_row<false>(c.rotation, y, y + dim, lane);
   float low = INFINITY, high = -INFINITY;
   bool finite = isfinite(base);
-  for (int d = lane; d < dim; d += WARP) low = fminf(low, y[d]), high = fmaxf(high, y[d]), finite = finite && isfinite(y[d]);
+  for (int d = lane; d < dim; d += WARP)
+    low = fminf(low, y[d]), high = fmaxf(high, y[d]), finite = finite && isfinite(y[d]);
   low = warp_min(low), high = warp_max(high), finite = __all_sync(ALL_LANES, finite);
   float delta = (high - low) / TOP_CODE;
-  uint32_t *planes = c.code.planes + b * c.code.plane_stride[0] + hq * c.code.plane_stride[1] + m * c.code.plane_stride[2];
+  uint32_t *planes =
+      c.code.planes + b * c.code.plane_stride[0] + hq * c.code.plane_stride[1] + m * c.code.plane_stride[2];
   int sum = 0;
   for (int word = 0; word * WORD_BITS < dim; word++) {
     int d = word * WORD_BITS + lane, code = 0;
@@ -94,9 +96,11 @@ __global__ void __launch_bounds__(WARPS *WARP) index_keys(const __grid_constant_
   total = warp_sum(total), square = warp_sum(square);
   if (lane) return;
   float factor = total > 0 ? square / total : 0;
-  ((__half *)index.factor)[b * index.factor_stride[0] + h * index.factor_stride[1] + at] = __float2half_rn(factor > HALF_MAX ? HALF_MAX : factor);
+  ((__half *)index.factor)[b * index.factor_stride[0] + h * index.factor_stride[1] + at] =
+      __float2half_rn(factor > HALF_MAX ? HALF_MAX : factor);
   if (query_centre)
-    ((__half *)index.bias)[b * index.bias_stride[0] + h * index.bias_stride[1] + at] = __float2half_rn(within_half(bias));
+    ((__half *)index.bias)[b * index.bias_stride[0] + h * index.bias_stride[1] + at] =
+        __float2half_rn(within_half(bias));
 }
 
 }  // namespace

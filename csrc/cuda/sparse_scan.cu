@@ -1,9 +1,9 @@
 // sign_scores: a warp scores 128 tokens of one kv head for four rows (a query head and token each) at a time.
 //
-// Tensor cores count bits: rows of A are the signs of 16 tokens, 128 dims of them; the eight columns of B are two planes of
-// four rows. Two products give all four planes, a third, of ones, the number of negative signs. Of 64 tokens lane 4 g + c holds
-// tokens 8 g .. 8 g + 7 of row c, in product i those at 2 i and 2 i + 1, so that it stores them side by side. Signs of 128 dims
-// come through shared memory with what scales them, 16 bytes a copy, one chunk ahead.
+// Tensor cores count bits: rows of A are the signs of 16 tokens, 128 dims of them; the eight columns of B are two
+// planes of four rows. Two products give all four planes, a third, of ones, the number of negative signs. Of 64 tokens
+// lane 4 g + c holds tokens 8 g .. 8 g + 7 of row c, in product i those at 2 i and 2 i + 1, so that it stores them side
+// by side. Signs of 128 dims come through shared memory with what scales them, 16 bytes a copy, one chunk ahead.
 #include "rows.cuh"
 #include "sparse.h"
 #include "sparse_asm.cuh"
@@ -53,9 +53,12 @@ __device__ __forceinline__ void stage(const SignScan &s, const Place &at, uint4 
   }
   int unit = lane % HALF_UNITS, first = at.first + 8 * unit;
   if (lane < HALF_UNITS)
-    stage_halves(shared + FACTORS + unit, x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1] + s.start + first, (int)s.tokens - first);
+    stage_halves(shared + FACTORS + unit,
+                 x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1] + s.start + first,
+                 (int)s.tokens - first);
   else if (x.bias)
-    stage_halves(shared + BIASES + unit, x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1] + s.start + first, (int)s.tokens - first);
+    stage_halves(shared + BIASES + unit, x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1] + s.start + first,
+                 (int)s.tokens - first);
 }
 
 // Eight halves from x on, of which `count` are there, two a word.
@@ -125,14 +128,14 @@ __device__ __forceinline__ uint32_t plane_word(const SignScan &s, const Place &a
   if (row >= s.group * s.queries || word * WORD_BITS >= s.dim) return 0;
   const QueryCode &c = s.code;
   int head = row / (int)s.queries, m = row - head * (int)s.queries;
-  return __ldg(c.planes + at.b * c.plane_stride[0] + (at.h * s.group + head) * c.plane_stride[1] + m * c.plane_stride[2] +
-               plane * c.plane_stride[3] + word);
+  return __ldg(c.planes + at.b * c.plane_stride[0] + (at.h * s.group + head) * c.plane_stride[1] +
+               m * c.plane_stride[2] + plane * c.plane_stride[3] + word);
 }
 
 // Signs of tokens first + 2 i and the next of each g, then of the next two: fragments of two products.
 template <bool STAGED>
-__device__ __forceinline__ void load_signs(uint32_t (&a)[4], const SignScan &s, const Place &at, const uint4 *shared, int first,
-                                           int i, int word, int lane) {
+__device__ __forceinline__ void load_signs(uint32_t (&a)[4], const SignScan &s, const Place &at, const uint4 *shared,
+                                           int first, int i, int word, int lane) {
   if constexpr (STAGED) {
     load_straight(a, shared + slot_of(first + 8 * (lane & 7) + 2 * i + (lane >> 3)));
   } else {
@@ -147,16 +150,18 @@ __device__ __forceinline__ void load_signs(uint32_t (&a)[4], const SignScan &s, 
 
 template <class Out, bool STAGED>
 __device__ __forceinline__ void score_rows(const SignScan &s, const Place &at, const uint4 *shared, int first,
-                                           int first_row, const uint32_t (&factor)[4], const uint32_t (&bias)[4], int count,
-                                           int lane) {
+                                           int first_row, const uint32_t (&factor)[4], const uint32_t (&bias)[4],
+                                           int count, int lane) {
   int g = lane >> 2, c = lane & 3, row = first_row + c;
   bool used = row < s.group * s.queries;
   int head = used ? row / (int)s.queries : 0, m = used ? row - head * (int)s.queries : 0;
   int64_t hq = at.h * s.group + head;
-  const float *terms = s.code.terms + at.b * s.code.term_stride[0] + hq * s.code.term_stride[1] + m * s.code.term_stride[2];
+  const float *terms =
+      s.code.terms + at.b * s.code.term_stride[0] + hq * s.code.term_stride[1] + m * s.code.term_stride[2];
   float delta = __ldg(terms), low = __ldg(terms + 1), total = __ldg(terms + 2), base = __ldg(terms + 3);
   uint32_t planes[2];
-  planes[0] = plane_word(s, at, first_row + (g >> 1), g & 1, c), planes[1] = plane_word(s, at, first_row + (g >> 1), 2 + (g & 1), c);
+  planes[0] = plane_word(s, at, first_row + (g >> 1), g & 1, c),
+  planes[1] = plane_word(s, at, first_row + (g >> 1), 2 + (g & 1), c);
   Scores<Out> scores;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
@@ -192,12 +197,14 @@ __device__ __forceinline__ void score_rows(const SignScan &s, const Place &at, c
     }
   }
   if (!used) return;
-  Out *out = (Out *)s.out.data + at.b * s.out.stride[0] + hq * s.out.stride[1] + m * s.out.stride[2] + at.first + first + 8 * g;
+  Out *out = (Out *)s.out.data + at.b * s.out.stride[0] + hq * s.out.stride[1] + m * s.out.stride[2] + at.first +
+             first + 8 * g;
   scores.store(out, count);
 }
 
 template <class Out, bool STAGED>
-__global__ void __launch_bounds__(WARPS *WARP, STAGED ? CTAS : 4) sign_scores(const __grid_constant__ SignScan s, int chunks, int num_chunks) {
+__global__ void __launch_bounds__(WARPS *WARP, STAGED ? CTAS : 4)
+    sign_scores(const __grid_constant__ SignScan s, int chunks, int num_chunks) {
   extern __shared__ uint4 memory[];
   int lane = lane_id(), warp = warp_id(), rows = (int)(s.group * s.queries);
   uint4 *shared = memory + warp * 2 * CHUNK_UNITS;
@@ -238,7 +245,8 @@ __global__ void __launch_bounds__(WARPS *WARP, STAGED ? CTAS : 4) sign_scores(co
 template <class Out>
 void launch(const SignScan &s, int num_multiprocessors, cudaStream_t stream) {
   int chunks = (int)ceil_div(s.tokens, CHUNK);
-  int64_t num_chunks = chunks * s.batch * s.heads, ctas = ceil_div(num_chunks, WARPS), most = (int64_t)num_multiprocessors * CTAS;
+  int64_t num_chunks = chunks * s.batch * s.heads, ctas = ceil_div(num_chunks, WARPS),
+          most = (int64_t)num_multiprocessors * CTAS;
   unsigned grid = (unsigned)(ctas < most ? ctas : most);
   const SignIndex &x = s.index;
   bool whole = s.dim > 96 && s.dim <= 128 && (uintptr_t)x.sign % 16 == 0;

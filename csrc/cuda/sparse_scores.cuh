@@ -1,7 +1,7 @@
 // Scores of top_p_select: one value a row and column, and its place in an order of 1,024 bins.
 //
-// Bins are the upper ten bits of the ordered float16 code of a score, rounded down: scores of one bin differ by a sixteenth of
-// their size at most, and every bin is a range [edge_of(bin), edge_of(bin + 1)).
+// Bins are the upper ten bits of the ordered float16 code of a score, rounded down: scores of one bin differ by a
+// sixteenth of their size at most, and every bin is a range [edge_of(bin), edge_of(bin + 1)).
 #pragma once
 
 #include "rows.cuh"
@@ -18,16 +18,22 @@ struct RowPlace {
   int b, hq, m;
   __device__ __forceinline__ RowPlace(int b, int hq, int m) : b(b), hq(hq), m(m) {}
   __device__ __forceinline__ RowPlace(const TopP &p, int flat)
-      : b(flat / (int)p.queries / (int)p.query_heads), hq(flat / (int)p.queries % (int)p.query_heads), m(flat % (int)p.queries) {}
-  __device__ __forceinline__ int flat(const TopP &p) const { return (b * (int)p.query_heads + hq) * (int)p.queries + m; }
+      : b(flat / (int)p.queries / (int)p.query_heads),
+        hq(flat / (int)p.queries % (int)p.query_heads),
+        m(flat % (int)p.queries) {}
+  __device__ __forceinline__ int flat(const TopP &p) const {
+    return (b * (int)p.query_heads + hq) * (int)p.queries + m;
+  }
 };
 
 // The rows of selection (b, k) of a call, of which `flat` counts all.
 struct SelectionRows {
   int b, k, heads, queries;
   __device__ __forceinline__ SelectionRows(const TopP &p, int flat)
-      : b(flat / (int)p.selection.selections), k(flat % (int)p.selection.selections),
-        heads((int)p.query_heads / (int)p.selection.selections), queries((int)p.queries) {}
+      : b(flat / (int)p.selection.selections),
+        k(flat % (int)p.selection.selections),
+        heads((int)p.query_heads / (int)p.selection.selections),
+        queries((int)p.queries) {}
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
     for (int m = 0; m < queries; m++)
@@ -49,7 +55,8 @@ struct ScoreRow {
     mask = nullptr, candidates = nullptr;
     if (!p.mask.data) return;
     boolean = p.mask.boolean, last_column = (int)p.mask_columns - 1;
-    int64_t at = row.b * p.mask.stride[0] + row.hq * p.mask.stride[1] + row.m * p.mask.stride[2], size = boolean ? 1 : 4;
+    int64_t at = row.b * p.mask.stride[0] + row.hq * p.mask.stride[1] + row.m * p.mask.stride[2],
+            size = boolean ? 1 : 4;
     mask = (const char *)p.mask.data + at * size, mask_stride = p.mask.stride[3] * size;
     int k = row.hq / ((int)p.query_heads / (int)p.selection.selections);
     if (p.candidates) candidates = p.candidates + row.b * p.candidate_stride[0] + k * p.candidate_stride[1];
@@ -89,8 +96,8 @@ __device__ __forceinline__ uint32_t ordered_bits(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// What is known of a row once its masses are: scores from `sure` on are kept, those from `edge` on if the rest of the mass,
-// `need` times exp(base), is not reached by larger ones. Scores of 64 and more are at most base.
+// What is known of a row once its masses are: scores from `sure` on are kept, those from `edge` on if the rest of the
+// mass, `need` times exp(base), is not reached by larger ones. Scores of 64 and more are at most base.
 struct RowCut {
   float sure, edge, need, base, log_total;
 };

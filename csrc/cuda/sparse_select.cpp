@@ -7,8 +7,8 @@ namespace cuda {
 
 namespace {
 
-void top_p_select(const Tensor &scores, const Tensor &exact_lse, const OptionalTensor &mask, const OptionalTensor &candidates,
-                  double top_p, const Tensor &indices, const Tensor &count) {
+void top_p_select(const Tensor &scores, const Tensor &exact_lse, const OptionalTensor &mask,
+                  const OptionalTensor &candidates, double top_p, const Tensor &indices, const Tensor &count) {
   Call call("scores", scores);
   TopP p = top_p_select_problem(scores, exact_lse, mask, candidates, top_p, indices, count);
   int64_t heads = p.batch * p.selection.selections, rows = p.batch * p.query_heads * p.queries;

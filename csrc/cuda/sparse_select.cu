@@ -1,5 +1,5 @@
-// top_p_select: two reads of the scores and no sort. Masses of bins, the bin of the cut, marks, the cut within the bin, indices:
-// five launches (a sixth where the capacity may be exceeded), each of which begins while the last one ends.
+// top_p_select: two reads of the scores and no sort. Masses of bins, the bin of the cut, marks, the cut within the bin,
+// indices: five launches (a sixth where the capacity may be exceeded), each of which begins while the last one ends.
 #include "sparse_compact.cuh"
 
 namespace kvq {
@@ -39,14 +39,17 @@ void launch(const TopP &p, const SelectPlan &plan, cudaStream_t stream) {
   launch_behind(find_cut, dim3(rows), CUT_THREADS, 0, stream, p, plan.mass, plan.cuts);
   launch_behind(mark<Score, MASKED>, dim3(mark_blocks, heads), MARK_THREADS, 0, stream, p, plan.cuts, plan.marks);
   launch_behind(resolve, dim3(rows), RESOLVE_THREADS, 0, stream, p, plan.cuts, plan.marks);
-  if (p.selection.capacity < p.columns) launch_behind(cap, dim3(heads), CAP_THREADS, 0, stream, p, plan.cuts, plan.marks);
+  if (p.selection.capacity < p.columns)
+    launch_behind(cap, dim3(heads), CAP_THREADS, 0, stream, p, plan.cuts, plan.marks);
   dim3 grid((unsigned)ceil_div(plan.marks.words, COMPACT_THREADS), heads);
   launch_behind(compact, grid, COMPACT_THREADS, 0, stream, p, plan.marks);
 }
 
 }  // namespace
 
-int64_t top_p_scratch_bytes(const TopP &p, int num_multiprocessors) { return SelectPlan(p, num_multiprocessors, nullptr).bytes; }
+int64_t top_p_scratch_bytes(const TopP &p, int num_multiprocessors) {
+  return SelectPlan(p, num_multiprocessors, nullptr).bytes;
+}
 
 void launch_top_p_select(const TopP &p, int num_multiprocessors, void *scratch, cudaStream_t stream) {
   SelectPlan plan(p, num_multiprocessors, (char *)scratch);

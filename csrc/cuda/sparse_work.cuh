@@ -1,8 +1,9 @@
-// Work of attend_selected, whose amount only the device knows: an even share of all selected tokens for every block of threads.
+// Work of attend_selected, whose amount only the device knows: an even share of all selected tokens for every block of
+// threads.
 //
-// An item is up to eight rows of one selection; its tokens are cut into tiles of 64. Tiles of all items in a row are dealt to
-// `parts` blocks, so that a block works on few items one after another. What it finds for one is the partial result at
-// `part + item`, which is a place of its own: parts and items both only grow along the tiles.
+// An item is up to eight rows of one selection; its tokens are cut into tiles of 64. Tiles of all items in a row are
+// dealt to `parts` blocks, so that a block works on few items one after another. What it finds for one is the partial
+// result at `part + item`, which is a place of its own: parts and items both only grow along the tiles.
 #pragma once
 
 #include "rows.cuh"
@@ -27,9 +28,13 @@ struct Work {
     int head = head_of(item);
     return __ldg(count + head / selections * count_stride + head % selections);
   }
-  __device__ __forceinline__ int tiles_of(int item) const { return (max(count_of(item), 0) + SPARSE_TILE - 1) / SPARSE_TILE; }
+  __device__ __forceinline__ int tiles_of(int item) const {
+    return (max(count_of(item), 0) + SPARSE_TILE - 1) / SPARSE_TILE;
+  }
   __device__ __forceinline__ int first_tile(int part, int tiles) const { return (int)((int64_t)part * tiles / parts); }
-  __device__ __forceinline__ int owner(int tile, int tiles) const { return (int)((((int64_t)tile + 1) * parts - 1) / tiles); }
+  __device__ __forceinline__ int owner(int tile, int tiles) const {
+    return (int)((((int64_t)tile + 1) * parts - 1) / tiles);
+  }
 
   // By a whole warp: the number of tiles of items 0 .. stop.
   __device__ __forceinline__ int tiles_before(int stop) const {
@@ -61,8 +66,11 @@ struct Work {
 // Row r of an item's selection among queries and outputs.
 struct ItemPlace {
   int b, k;  // sequence and selection
-  __device__ __forceinline__ ItemPlace(const Work &w, int item) : b(w.head_of(item) / w.selections), k(w.head_of(item) % w.selections) {}
-  __device__ __forceinline__ int kv_head(const Attention &a, const Work &w) const { return (int)(k * a.heads / w.selections); }
+  __device__ __forceinline__ ItemPlace(const Work &w, int item)
+      : b(w.head_of(item) / w.selections), k(w.head_of(item) % w.selections) {}
+  __device__ __forceinline__ int kv_head(const Attention &a, const Work &w) const {
+    return (int)(k * a.heads / w.selections);
+  }
   __device__ __forceinline__ int64_t head(const Attention &a, const Work &w, int row) const {
     return (int64_t)k * (w.rows / (int)a.queries) + row / (int)a.queries;
   }
