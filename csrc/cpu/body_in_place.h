@@ -16,11 +16,11 @@ INLINE F load_lanes(const char *row, int lane) {
   return load_float16((const uint16_t *)row + lane);
 }
 
-// Asks for lanes `lane` to `lane + count` of a row.
+// Asks for each cache line of a row once in a walk along its lanes. The second level: this tile fills the first.
 template <int DTYPE>
-INLINE void ask_for(const char *row, int lane, int count) {
+INLINE void ask_for(const char *row, int first, int lane) {
   constexpr int SIZE = DTYPE == FLOAT32 ? 4 : 2;
-  for (int at = SIZE * lane; at < SIZE * (lane + count); at += 64) __builtin_prefetch(row + at);
+  if (SIZE * lane % 64 == 0) __builtin_prefetch(row + SIZE * (first + lane), 0, 2);
 }
 
 // scores[r][token] = by * query[r] . key.
@@ -29,13 +29,14 @@ NOINLINE void score_rows(const Tile &keys, int dim, const float *query, int64_t 
   constexpr int TOKENS = at_once(ROWS);
   for (int i = 0; i < TILE; i += TOKENS) {
     F acc[TOKENS][ROWS];
-    UNROLL_FOR (int t = 0; t < TOKENS; t++) {
-      ask_for<DTYPE>(keys.next[i + t], 0, dim);
+    UNROLL_FOR (int t = 0; t < TOKENS; t++)
       UNROLL_FOR (int r = 0; r < ROWS; r++) acc[t][r] = zero();
-    }
     for (int d = 0; d < dim; d += LANES) {
       F key[TOKENS];
-      UNROLL_FOR (int t = 0; t < TOKENS; t++) key[t] = load_lanes<DTYPE>(keys.rows[i + t], d);
+      UNROLL_FOR (int t = 0; t < TOKENS; t++) {
+        key[t] = load_lanes<DTYPE>(keys.rows[i + t], d);
+        ask_for<DTYPE>(keys.next[i + t], 0, d);
+      }
       UNROLL_FOR (int r = 0; r < ROWS; r++) {
         F x = load(query + r * ldq + d);
         UNROLL_FOR (int t = 0; t < TOKENS; t++) acc[t][r] = fma(x, key[t], acc[t][r]);
@@ -53,8 +54,10 @@ INLINE void sum_lanes(const Tile &values, int count, int lane, const float *weig
   load_panel(sums + lane, lds, acc);
   for (int i = 0; i < count; i++) {
     F value[NUM];
-    UNROLL_FOR (int v = 0; v < NUM; v++) value[v] = load_lanes<DTYPE>(values.rows[i], lane + v * LANES);
-    ask_for<DTYPE>(values.next[i], lane, NUM * LANES);
+    UNROLL_FOR (int v = 0; v < NUM; v++) {
+      value[v] = load_lanes<DTYPE>(values.rows[i], lane + v * LANES);
+      ask_for<DTYPE>(values.next[i], lane, v * LANES);
+    }
     UNROLL_FOR (int r = 0; r < ROWS; r++) {
       F by = splat(weights[r * TILE + i]);
       UNROLL_FOR (int v = 0; v < NUM; v++) acc[r][v] = fma(by, value[v], acc[r][v]);

@@ -10,7 +10,6 @@ INLINE U lookup_words(U table, U codes) {  // 32 entries of 16 bits by the low 5
 }
 INLINE U dot_words(U sum, U a, U b) { return _mm512_dpwssd_epi32(sum, a, b); }
 INLINE U rounded(F x) { return _mm512_cvtps_epi32(x); }
-INLINE U or_words(U a, U b) { return _mm512_or_si512(a, b); }
 
 // e^x for x <= 0 to 3e-6: 2^n 2^f with the series of 2^f to f^5; 0 below -138. NaN stays NaN.
 INLINE F exp_weights(F x) {
