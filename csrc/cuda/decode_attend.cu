@@ -36,26 +36,34 @@ bool aligned(const Dense &x) {
   return good;
 }
 
-bool gapless(const Store &s, int64_t unit, int64_t scale_unit) {
-  return aligned(s.sign) && aligned(s.mag) && aligned(s.scale) && s.sign_stride[2] == unit &&
-         s.mag_stride[2] == unit * (s.bits - 1) && s.mag_stride[3] == unit && s.scale_stride[0] % 8 == 0 &&
-         s.scale_stride[1] % scale_unit == 0 && s.sign_stride[0] % 4 == 0 && s.sign_stride[1] % 4 == 0 &&
-         s.mag_stride[0] % 4 == 0 && s.mag_stride[1] % 4 == 0;
+// What belongs to a store as a whole is read in units of 16 bytes.
+bool plain(const Store &s) {
+  bool good = aligned(s.centre) && aligned(s.balance) && aligned(s.rotation.signs) && aligned(s.rotation.blocks);
+  for (int i = 0; i < 2; i++) good = good && s.centre_stride[i] % 4 == 0 && s.balance_stride[i] % 4 == 0;
+  return good;
+}
+
+// So are its tokens, which lie without gaps.
+bool gapless(const Store &s, int64_t unit) {
+  bool good = aligned(s.sign) && aligned(s.mag) && aligned(s.scale) && s.sign_stride[2] == unit &&
+              s.mag_stride[2] == unit * (s.bits - 1) && s.mag_stride[3] == unit;
+  for (int i = 0; i < 2; i++)
+    good = good && s.scale_stride[i] % 8 == 0 && s.sign_stride[i] % 4 == 0 && s.mag_stride[i] % 4 == 0;
+  return good;
 }
 
 }  // namespace
 
 bool decode_fits(const Attention &a) {
-  if (a.shared || a.rows > MAX_ROWS || a.q.dtype == FLOAT32 || a.length == 0 || a.start >= a.length || !(a.scale > 0))
+  if (a.shared || a.rows > MAX_ROWS || a.q.dtype == FLOAT32 || (a.length && a.start >= a.length) || !(a.scale > 0))
     return false;
   if (a.out.dtype != a.q.dtype ||
       (a.exact_len && (a.exact_keys.dtype != a.q.dtype || a.exact_values.dtype != a.q.dtype)))
     return false;
-  if ((uintptr_t)a.q.data % 4) return false;
-  for (int64_t stride : a.q.stride)
-    if (stride % 2) return false;
+  if (!aligned(a.q) || !aligned(a.out)) return false;
   if (a.exact_len && !(aligned(a.exact_keys) && aligned(a.exact_values))) return false;
-  if (!gapless(a.keys, ceil_div(a.dim, WORD_BITS), 8) || !gapless(a.values, a.value_dim, 8)) return false;
+  if (!plain(a.keys) || !plain(a.values)) return false;
+  if (a.length && !(gapless(a.keys, ceil_div(a.dim, WORD_BITS)) && gapless(a.values, a.value_dim))) return false;
   DecodeArgs args;
   return to_args(a, args) && with_kernel(FITS, a, nullptr, nullptr) != 0;
 }

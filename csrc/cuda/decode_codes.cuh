@@ -25,7 +25,7 @@ struct ByteTable {
   uint32_t low, high;
   float step;
   static __device__ __forceinline__ float level_of(const float *levels, int bits, int lane) {
-    return __ldg(levels + (lane & ((1 << (bits - 1)) - 1)));
+    return levels[lane & ((1 << (bits - 1)) - 1)];
   }
   __device__ __forceinline__ ByteTable(float level, int bits, int lane) {
     int half = 1 << (bits - 1), i = lane & 7;

@@ -25,99 +25,145 @@ struct Parts {
   }
 };
 
-template <int NUM_THREADS>
-__device__ __forceinline__ float block_reduce(float x, bool maximum, float *shared) {
-  for (int o = 16; o; o >>= 1) {
-    float other = __shfl_xor_sync(~0u, x, o);
-    x = maximum ? fmaxf(x, other) : x + other;
-  }
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = shared[0];
-  for (int i = 1; i < NUM_THREADS / 32; i++) x = maximum ? fmaxf(x, shared[i]) : x + shared[i];
-  __syncthreads();
+__device__ __forceinline__ float warp_max(float x) {
+  for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
   return x;
 }
 
 template <class T>
-__device__ __forceinline__ void store_as(T *to, float x);
+__device__ __forceinline__ T from_float(float x);
 template <>
-__device__ __forceinline__ void store_as<__half>(__half *to, float x) {
-  *to = __float2half_rn(x);
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
 }
 template <>
-__device__ __forceinline__ void store_as<__nv_bfloat16>(__nv_bfloat16 *to, float x) {
-  *to = __float2bfloat16_rn(x);
-}
-template <>
-__device__ __forceinline__ void store_as<float>(float *to, float x) {
-  *to = x;
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
 }
 
-// What does not depend on the parts, loaded while they are still being made: the values' rotation, by the first warp.
-template <int VDIM>
-struct InverseRotation {
+// What of a row's end does not depend on the parts, loaded while they are still being made, and that end itself, by one
+// warp: lane l holds dims N l .. N l + N - 1, or l, l + 32, .. where the rotation needs shared memory.
+template <class T, int VDIM>
+struct RowEnd {
   static constexpr int N = (VDIM + 31) / 32;
   static constexpr bool IN_REGISTERS = VDIM == 32 * fixed::largest_power(N) && VDIM >= 64;
   fixed::WarpRotation<IN_REGISTERS ? N : 2> rotation;
+  const float *centre, *balance;
+  float c[N], b[N];
 
-  __device__ __forceinline__ void load(const Rotation &r, int lane) {
-    if (IN_REGISTERS && !r.matrix) rotation.load(r, true, lane);
+  static __device__ __forceinline__ int dim_of(int i, int lane) { return IN_REGISTERS ? N * lane + i : lane + 32 * i; }
+  static __device__ __forceinline__ bool in_row(int i, int lane) { return VDIM % 32 == 0 || dim_of(i, lane) < VDIM; }
+
+  static __device__ __forceinline__ void load_row(float (&to)[N], const float *from, int lane) {
+    if constexpr (IN_REGISTERS)
+      fixed::load_floats(to, from + N * lane);
+    else
+#pragma unroll
+      for (int i = 0; i < N; i++) to[i] = in_row(i, lane) ? from[dim_of(i, lane)] : 0;
   }
-  __device__ __forceinline__ void turn(float *y, const Rotation &r, int lane) {
-    if constexpr (IN_REGISTERS) {
+
+  __device__ __forceinline__ void load(const StoreArgs &v, int sequence, int h, int lane) {
+    centre = v.centre ? v.centre + (int64_t)sequence * v.centre_stride[0] + h * v.centre_stride[1] : nullptr;
+    balance = v.balance ? v.balance + (int64_t)sequence * v.balance_stride[0] + h * v.balance_stride[1] : nullptr;
+    if (IN_REGISTERS && !v.rotation.matrix) rotation.load(v.rotation, true, lane);
+    if (centre) load_row(c, centre, lane);
+    if (balance) load_row(b, balance, lane);
+  }
+
+  // Sums of `lanes` threads a dim: partial [lanes][2][VDIM].
+  static __device__ __forceinline__ void add_lanes(float (&sum)[N], const float *partial, int lanes, int lane) {
+    load_row(sum, partial, lane);
+#pragma unroll
+    for (int j = 1; j < lanes; j++) {
+      float more[N];
+      load_row(more, partial + 2 * j * VDIM, lane);
+#pragma unroll
+      for (int i = 0; i < N; i++) sum[i] += more[i];
+    }
+  }
+
+  // The rotation turned back; `y` [VDIM] is memory for it.
+  __device__ __forceinline__ void turn_back(float (&x)[N], const Rotation &r, float *y, int lane) const {
+    if constexpr (IN_REGISTERS)
       if (!r.matrix) {
-        float x[N];
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] = y[N * lane + i];
         rotation.turn(x, r, true, lane);
-#pragma unroll
-        for (int i = 0; i < N; i++) y[N * lane + i] = x[i];
         return;
       }
-    }
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (in_row(i, lane)) y[dim_of(i, lane)] = x[i];
+    __syncwarp();
     fixed::rotate_row<VDIM>(y, r, true, lane);
+    load_row(x, y, lane);
+  }
+
+  __device__ __forceinline__ void store(T *out, float (&x)[N], const float (&exact)[N], float packed, float inverse,
+                                        int lane) const {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      if (balance) x[i] *= b[i];
+      if (centre) x[i] = fmaf(packed, c[i], x[i]);
+      x[i] = (x[i] + exact[i]) * inverse;
+    }
+    if constexpr (IN_REGISTERS) {
+      uint32_t pair[N / 2];
+#pragma unroll
+      for (int i = 0; i < N; i += 2) pair[i / 2] = pair_of<T>(x[i], x[i + 1]);
+      store_words(out + N * lane, pair);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        if (in_row(i, lane)) out[dim_of(i, lane)] = from_float<T>(x[i]);
+    }
   }
 };
 
-// One CTA a row; dynamic shared memory holds the weight of every part.
+// One CTA a row. Every warp finds the weights of all parts for itself, in dynamic shared memory [warps][parts]; a
+// thread adds up four dims of every LANES-th part; the first warp ends the row.
 template <class T, int VDIM, int NUM_THREADS>
 __global__ void __launch_bounds__(NUM_THREADS)
     combine_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
-  extern __shared__ float weight[];
-  constexpr int COLUMNS = VDIM / 4, LANES = NUM_THREADS / COLUMNS,
-                AHEAD = NUM_THREADS / 32;  // LANES: threads per column of four dims
-  __shared__ float reduced[NUM_THREADS / 32], y[VDIM], partial[LANES][2][VDIM];
+  extern __shared__ float weights[];
+  constexpr int COLUMNS = VDIM / 4, LANES = NUM_THREADS / COLUMNS, AHEAD = NUM_THREADS / 32, EACH = 2;
+  __shared__ __align__(16) float partial[LANES][2][VDIM], y[VDIM];
   int rows = a.rows, bh = blockIdx.x / rows, row = blockIdx.x - bh * rows, t = threadIdx.x, count = parts.count();
-  int b = bh / a.heads, h = bh - b * a.heads, column = t % COLUMNS, lane = t / COLUMNS;
+  int b = bh / a.heads, h = bh - b * a.heads, column = t % COLUMNS, lane = t / COLUMNS, in_warp = t % 32;
   QueryPlace place(a, b, h, row);
   const float2 *state = parts.state + ((int64_t)bh * count * rows + row);
   const float *sums = parts.sums + ((int64_t)bh * count * rows + row) * VDIM + 4 * column;
-  float sink = a.sink_logits ? __ldg(a.sink_logits + place.head) * LOG2E : NO_SCORE, most = sink;
-  InverseRotation<VDIM> inverse_rotation;
-  if (t < 32) inverse_rotation.load(a.values.rotation, t);
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  float sink = a.sink_logits ? a.sink_logits[place.head] * LOG2E : NO_SCORE;
+  T *out = (T *)a.out.data + place.at(a.out.stride);
+  float *lse = a.lse + place.at(a.lse_stride);
+  RowEnd<T, VDIM> end;
+  if (t < 32) end.load(a.values, b, h, t);
+  wait_for_earlier_launches();
+  allow_later_launch();
   float4 ahead[AHEAD];  // the first sums of this thread, on their way while the weights are found
+  float2 mine[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+    mine[i] = in_warp + 32 * i < count ? state[(in_warp + 32 * i) * rows] : make_float2(NO_SCORE, 0);
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (lane < LANES && lane + i * LANES < count)
       ahead[i] = *(const float4 *)(sums + (int64_t)(lane + i * LANES) * rows * VDIM);
-  float2 mine = t < count ? state[t * rows] : make_float2(NO_SCORE, 0);
-  most = fmaxf(most, mine.x);
-  for (int p = t + NUM_THREADS; p < count; p += NUM_THREADS) most = fmaxf(most, state[p * rows].x);
-  most = block_reduce<NUM_THREADS>(most, true, reduced);
-  float all = 0, packed = 0;
-  for (int p = t; p < count; p += NUM_THREADS) {
-    float2 s = p == t ? mine : state[p * rows];
+  float most = fmaxf(sink, fmaxf(mine[0].x, mine[1].x));
+  for (int p = in_warp + 32 * EACH; p < count; p += 32) most = fmaxf(most, state[p * rows].x);
+  most = warp_max(most);
+  float all = 0, packed = 0, *weight = weights + t / 32 * count;
+  auto weigh = [&](int p, float2 s) {
     float w = fast_exp2(s.x - most);
     weight[p] = w, all += w * s.y, packed += p < parts.packed ? w * s.y : 0;
-  }
-  all = block_reduce<NUM_THREADS>(all, false, reduced);
-  const StoreArgs &v = a.values;
-  if (v.centre) packed = block_reduce<NUM_THREADS>(packed, false, reduced);
-  if (a.sink_logits) all += fast_exp2(sink - most);
+  };
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+    if (in_warp + 32 * i < count) weigh(in_warp + 32 * i, mine[i]);
+  for (int p = in_warp + 32 * EACH; p < count; p += 32) weigh(p, state[p * rows]);
+  __syncwarp();
   if (lane < LANES) {
     float4 both[2] = {};
     auto add = [&](int p, float4 x) {
@@ -136,29 +182,16 @@ __global__ void __launch_bounds__(NUM_THREADS)
     *(float4 *)&partial[lane][0][4 * column] = both[0], *(float4 *)&partial[lane][1][4 * column] = both[1];
   }
   __syncthreads();
-  if (t < 32) {
-    for (int d = t; d < VDIM; d += 32) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < LANES; i++) sum += partial[i][0][d];
-      y[d] = sum;
-    }
-    __syncwarp();
-    inverse_rotation.turn(y, v.rotation, t);
-  }
-  __syncthreads();
-  const float *centre = v.centre ? v.centre + (int64_t)b * v.centre_stride[0] + h * v.centre_stride[1] : nullptr;
-  const float *balance = v.balance ? v.balance + (int64_t)b * v.balance_stride[0] + h * v.balance_stride[1] : nullptr;
-  T *out = (T *)a.out.data + place.at(a.out.stride);
-  float inverse = all > 0 ? 1 / all : 0;
-  for (int d = t; d < VDIM; d += NUM_THREADS) {
-    float sum = balance ? y[d] * __ldg(balance + d) : y[d];
-    if (centre) sum += packed * __ldg(centre + d);
-#pragma unroll
-    for (int i = 0; i < LANES; i++) sum += partial[i][1][d];
-    store_as<T>(out + d, sum * inverse);
-  }
-  if (t == 0) a.lse[place.at(a.lse_stride)] = all > 0 ? (most + log2f(all)) / LOG2E : -INFINITY;
+  if (t >= 32) return;
+  all = warp_sum(all);
+  if (a.values.centre) packed = warp_sum(packed);
+  if (a.sink_logits) all += fast_exp2(sink - most);
+  float turned[RowEnd<T, VDIM>::N], exact[RowEnd<T, VDIM>::N];
+  end.add_lanes(turned, partial[0][0], LANES, t);
+  end.add_lanes(exact, partial[0][1], LANES, t);
+  end.turn_back(turned, a.values.rotation, y, t);
+  end.store(out, turned, exact, packed, all > 0 ? 1 / all : 0, t);
+  if (t == 0) *lse = all > 0 ? (most + log2f(all)) / LOG2E : -INFINITY;
 }
 
 }  // namespace cuda

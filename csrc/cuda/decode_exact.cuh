@@ -32,8 +32,8 @@ struct ExactWarp {
   static __device__ __forceinline__ void load_row(uint32_t (&to)[STEPS][2], const T *row, int c) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-      to[s][0] = row ? __ldg((const uint32_t *)row + 8 * s + c) : 0;
-      to[s][1] = row ? __ldg((const uint32_t *)row + 8 * s + 4 + c) : 0;
+      to[s][0] = row ? ((const uint32_t *)row)[8 * s + c] : 0;
+      to[s][1] = row ? ((const uint32_t *)row)[8 * s + 4 + c] : 0;
     }
   }
 

@@ -1,6 +1,5 @@
 // The decode kernel. Grid: (sequence and head, parts, block of rows). A part is a few steps of exact tokens and a run
-// of tiles of packed ones; its warps take them in turn, exact ones first, as one of their steps takes as long as a
-// tile. A warp copies its own tiles and never waits for another inside the loop: while it sums the values of a tile,
+// of tiles of packed ones; its warps take them in turn, exact ones first: they are asked for before any tile. A warp copies its own tiles and never waits for another inside the loop: while it sums the values of a tile,
 // the keys of its next one are on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all
 // registers, were faster than three or four, and tiles of 128 tokens faster than of 32.
 #pragma once
@@ -19,53 +18,68 @@ struct DecodeShape {
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
   // Shared memory in bytes: tiles (sums of the warps afterwards), bytes of the queries, one row a warp, row infos.
   // Exact parts: values of every warp.
-  static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * NUM_ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
+  static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
   static constexpr int QUERIES = TILES > MERGED ? TILES : MERGED, ROW = QUERIES + 2 * ROWS * QueryMap<DIM>::ROW_BYTES;
   static constexpr int INFO = ROW + 4 * WARPS * DIM, PACKED = INFO + ROWS * (int)sizeof(RowInfo);
   static constexpr int EXACT = EXACT_APART ? 0 : PACKED, EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8);
   static constexpr int EXACT_END = EXACT + WARPS * EXACT_WARP, SIZE = PACKED > EXACT_END ? PACKED : EXACT_END;
 };
 
-// A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one.
-template <class T, class S>
-__device__ __forceinline__ void attend_exact(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
-                                             int part, int stride, T *shared, int lane) {
+// A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one. Made in two steps,
+// so that what the first of them reads is on its way early; BEHIND groups of copies may have been started since.
+template <class T, class S, int BEHIND>
+struct ExactShare {
   using Exact = ExactWarp<T, S::DIM, S::VDIM>;
-  int g = lane >> 2, c = lane & 3;
-  bool valid = g < S::NUM_ROWS && first_row + g < a.rows;
   Exact warp;
-  warp.load_row(warp.query, valid ? query_of<T>(a, b, h, first_row + g) : nullptr, c);
-  RowMask mask = mask_of_row(a, b, h, first_row + (valid ? g : 0));
-  warp.clear();
-  for (int step = part; step < parts.exact_steps; step += stride) {
-    warp.start(a, b, h, step * EXACT_STEP, shared, lane);
-    float keep;
-    uint32_t upper[2], lower[2];
-    warp.weights(a, mask, step * EXACT_STEP, c, keep, upper, lower);
-    wait_copies<0>();
-    __syncwarp();
-    warp.add_values(shared, keep, upper, lower, lane);
-    __syncwarp();
-  }
-  int64_t index = parts.index(b * a.heads + h, parts.packed + part, a.rows) + first_row;
-  float sum = warp.sum + __shfl_xor_sync(~0u, warp.sum, 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
-  if (c == 0 && valid) parts.state[index + g] = make_float2(warp.top, sum);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    int to = 2 * c + i % 2;
-    if (to < S::NUM_ROWS && first_row + to < a.rows)
-#pragma unroll
-      for (int m = 0; m < Exact::MTILES; m++)
-        parts.sums[(index + to) * S::VDIM + Exact::dim_of(m, i / 2, g)] = warp.out[m][i];
-  }
-}
+  T *shared;
+  bool valid;
 
-// A warp's sums in floats, for weights relative to `most` of their row, to `to` [NUM_ROWS][MERGE_ROW].
+  __device__ __forceinline__ void start(const DecodeArgs &a, int b, int h, int first_row, int part, T *memory,
+                                        int lane) {
+    int g = lane >> 2;
+    valid = g < S::NUM_ROWS && first_row + g < a.rows, shared = memory;
+    warp.load_row(warp.query, valid ? query_of<T>(a, b, h, first_row + g) : nullptr, lane & 3);
+    warp.start(a, b, h, part * EXACT_STEP, shared, lane);
+  }
+
+  __device__ __forceinline__ void attend(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
+                                         int part, int stride, int lane) {
+    int g = lane >> 2, c = lane & 3;
+    RowMask mask = mask_of_row(a, b, h, first_row + (valid ? g : 0));
+    warp.clear();
+    for (int step = part; step < parts.exact_steps; step += stride) {
+      if (step > part) warp.start(a, b, h, step * EXACT_STEP, shared, lane);
+      float keep;
+      uint32_t upper[2], lower[2];
+      warp.weights(a, mask, step * EXACT_STEP, c, keep, upper, lower);
+      if (step > part)
+        wait_copies<0>();
+      else
+        wait_copies<BEHIND>();
+      __syncwarp();
+      warp.add_values(shared, keep, upper, lower, lane);
+      __syncwarp();
+    }
+    int64_t index = parts.index(b * a.heads + h, parts.packed + part, a.rows) + first_row;
+    float sum = warp.sum + __shfl_xor_sync(~0u, warp.sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (c == 0 && valid) parts.state[index + g] = make_float2(warp.top, sum);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int to = 2 * c + i % 2;
+      if (to < S::NUM_ROWS && first_row + to < a.rows)
+#pragma unroll
+        for (int m = 0; m < Exact::MTILES; m++)
+          parts.sums[(index + to) * S::VDIM + Exact::dim_of(m, i / 2, g)] = warp.out[m][i];
+    }
+  }
+};
+
+// Sums of a lane in floats, for weights relative to the CTA's maximum: columns 2c and 2c + 1 of the products to
+// `to` [ROWS][MERGE_ROW]. A column is a row, or, with up to four rows, a limb of one.
 template <class S, class Warp>
-__device__ __forceinline__ void store_sums(const Warp &packed, float value_step, const float *most, const float2 *state,
-                                           float *to, int g, int c) {
-  float unit = value_step / packed.one(), half[Warp::LIMBS][2];
+__device__ __forceinline__ void store_sums(const Warp &packed, const float (&factor)[2], float *to, int g, int c) {
+  float half[Warp::LIMBS][2];
 #pragma unroll
   for (int l = 0; l < Warp::LIMBS; l++) {  // levels are half a step above their bytes
     uint32_t total = packed.total[l] + __shfl_xor_sync(~0u, packed.total[l], 1);
@@ -73,20 +87,22 @@ __device__ __forceinline__ void store_sums(const Warp &packed, float value_step,
     half[l][0] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c),
     half[l][1] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c + 4);
   }
+  auto value = [&](int m, int j, int i) {
+    float x = (float)packed.out[0][m][2 * j + i] + half[0][i];
+    if constexpr (S::OCT) x = 256 * x + (float)packed.out[1][m][2 * j + i] + half[1][i];
+    return x * factor[i];
+  };
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    int row = S::OCT ? 2 * c + i : (2 * c + i) & 3;
-    float factor = fast_exp2(state[row].x - most[row]) * unit;
+    float *row = to + (2 * c + i) * S::MERGE_ROW;
 #pragma unroll
     for (int m = 0; m < Warp::MTILES; m++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float upper = (float)packed.out[0][m][2 * j + i] + half[0][i], lower;
-        if constexpr (S::OCT)
-          lower = (float)packed.out[1][m][2 * j + i] + half[1][i];
-        else
-          lower = __shfl_xor_sync(~0u, upper, 2);
-        if (S::OCT || c < 2) to[row * S::MERGE_ROW + Warp::dim_of(m, j, g)] = (256 * upper + lower) * factor;
+      if (m / 2 < Warp::CHUNKS) {
+        if (m % 2 == 0)
+          *(float4 *)(row + Warp::dim_of(m, 0, g)) =
+              make_float4(value(m, 0, i), value(m, 1, i), value(m + 1, 0, i), value(m + 1, 1, i));
+      } else {
+        *(float2 *)(row + Warp::dim_of(m, 0, g)) = make_float2(value(m, 0, i), value(m, 1, i));
       }
   }
 }
@@ -95,31 +111,40 @@ __device__ __forceinline__ void store_sums(const Warp &packed, float value_step,
 template <class S, class Warp>
 __device__ __forceinline__ void merge_warps(const Parts &parts, const Warp &packed, float value_step, int64_t index,
                                             int rows, float *sums) {
+  constexpr int LIMBS = S::OCT ? 1 : 2, COLUMNS = S::VDIM / 4;
   __shared__ float2 state[WARPS][S::NUM_ROWS];
-  __shared__ float most[S::NUM_ROWS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   float sum = packed.sum + __shfl_xor_sync(~0u, packed.sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
   if (c == 0 && g < S::NUM_ROWS) state[warp][g] = make_float2(packed.top, sum / packed.one());
   __syncthreads();
-  if (threadIdx.x < S::NUM_ROWS) {
-    float top = NO_SCORE, all = 0;
+  auto top_of = [&](int row) {
+    float top = state[0][row].x;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, state[w][threadIdx.x].x);
+    for (int w = 1; w < WARPS; w++) top = fmaxf(top, state[w][row].x);
+    return top;
+  };
+  float factor[2], unit = value_step / packed.one() * (!S::OCT && c < 2 ? 256.0f : 1.0f);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    int row = (2 * c + i) & (S::NUM_ROWS - 1);
+    factor[i] = fast_exp2(state[warp][row].x - top_of(row)) * unit;
+  }
+  store_sums<S>(packed, factor, sums + warp * ROWS * S::MERGE_ROW, g, c);
+  if (threadIdx.x < rows) {
+    float top = top_of(threadIdx.x), all = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) all += state[w][threadIdx.x].y * fast_exp2(state[w][threadIdx.x].x - top);
-    most[threadIdx.x] = top;
-    if (threadIdx.x < rows) parts.state[index + threadIdx.x] = make_float2(top, all);
+    parts.state[index + threadIdx.x] = make_float2(top, all);
   }
   __syncthreads();
-  store_sums<S>(packed, value_step, most, state[warp], sums + warp * S::NUM_ROWS * S::MERGE_ROW, g, c);
-  __syncthreads();
-  for (int i = threadIdx.x; i < rows * (S::VDIM / 4); i += 32 * WARPS) {
-    int row = i / (S::VDIM / 4), column = i % (S::VDIM / 4);
+  for (int i = threadIdx.x; i < rows * COLUMNS; i += THREADS) {
+    int row = i / COLUMNS, column = i % COLUMNS;
     float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      float4 v = *(const float4 *)(sums + (w * S::NUM_ROWS + row) * S::MERGE_ROW + 4 * column);
+    for (int w = 0; w < WARPS * LIMBS; w++) {
+      int place = w / LIMBS * ROWS + w % LIMBS * S::NUM_ROWS + row;
+      float4 v = *(const float4 *)(sums + place * S::MERGE_ROW + 4 * column);
       total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
     }
     *(float4 *)(parts.sums + (index + row) * S::VDIM + 4 * column) = total;
@@ -134,14 +159,19 @@ __global__ void __launch_bounds__(THREADS, 2)
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   int rows = min(a.rows - first_row, S::NUM_ROWS);
   uint32_t *mine = (uint32_t *)memory + warp * S::Tile::SIZE;
+  T *exact_memory = (T *)(memory + S::EXACT + warp * S::EXACT_WARP);
   char *bytes = memory + S::QUERIES;
   float *row_memory = (float *)(memory + S::ROW) + warp * S::DIM;
   RowInfo *info = (RowInfo *)(memory + S::INFO);
+  fetch_parameters(a), fetch_parameters(parts);
+  wait_for_earlier_launches();
   if constexpr (S::EXACT_APART) {
     if (blockIdx.y >= parts.packed) {
       int part = (blockIdx.y - parts.packed) * WARPS + warp;
-      T *values = (T *)(memory + S::EXACT + warp * S::EXACT_WARP);
-      if (part < parts.exact) attend_exact<T, S>(a, parts, b, h, first_row, part, parts.exact, values, lane);
+      if (part >= parts.exact) return;
+      ExactShare<T, S, 0> share;
+      share.start(a, b, h, first_row, part, exact_memory, lane);
+      share.attend(a, parts, b, h, first_row, part, parts.exact, lane);
       return;
     }
   }
@@ -149,10 +179,14 @@ __global__ void __launch_bounds__(THREADS, 2)
   int tile = parts.tile(blockIdx.y) + (warp - exact_steps & WARPS - 1), stop = parts.tile(blockIdx.y + 1);
 
   // Loads that the first steps wait for go first; the tiles' fill the queues of the memory.
-  QueryRows<T, S::DIM, !S::OCT> query;
+  QueryRows<T, S::DIM> query;
   query.load(a, b, h, first_row + warp, warp < rows, lane);
   float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
   float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
+  ExactShare<T, S, 2> share;
+  if constexpr (!S::EXACT_APART)
+    if (warp < exact_steps)
+      share.start(a, b, h, first_row, warp * parts.packed + blockIdx.y, exact_memory, lane);
   using Source = TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM>;
   auto start_keys = [&](const Source &source, int tile) {
     if (tile < stop) source.start_keys(tile, mine, lane);
@@ -166,9 +200,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     Source source(a, b, h);
     start_keys(source, tile), start_values(source, tile);
   }
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  allow_later_launch();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
   query.store(a, keys.step, warp, row_memory, bytes, info, lane);
   if constexpr (S::OCT) {
@@ -178,8 +210,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   __syncthreads();
   if constexpr (!S::EXACT_APART)
     if (warp < exact_steps)
-      attend_exact<T, S>(a, parts, b, h, first_row, warp * parts.packed + blockIdx.y, WARPS * parts.packed,
-                         (T *)(memory + S::EXACT + warp * S::EXACT_WARP), lane);
+      share.attend(a, parts, b, h, first_row, warp * parts.packed + blockIdx.y, WARPS * parts.packed, lane);
   Source source(a, b, h);  // made again: exact tokens need the registers
   typename S::Packed packed;
   packed.clear();
@@ -198,7 +229,6 @@ __global__ void __launch_bounds__(THREADS, 2)
     __syncwarp();
     start_values(source, tile + WARPS);
   }
-  __syncthreads();
   int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
   merge_warps<S>(parts, packed, values.step, index, rows, (float *)memory);
 }

@@ -9,6 +9,7 @@ namespace kvq {
 namespace cuda {
 
 constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
+constexpr int MANY_BYTES = 32 << 10;  // of shared memory: more, with what a kernel has beside it, is to be asked for
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
 
 template <class T, class S>
@@ -55,24 +56,27 @@ struct DecodeLaunch {
     dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + apart), (unsigned)ceil_div(a.rows, S::NUM_ROWS));
     DecodeArgs args;
     to_args(a, args);
-    decode_kernel<T, S><<<grid, THREADS, S::SIZE, stream>>>(args, parts);
-    if (a.batch * a.heads * a.rows < MANY_ROWS)
-      combine<256>(a, args, parts, stream);
+    launch_early(decode_kernel<T, S>, grid, THREADS, S::SIZE, args, parts, stream);
+    int64_t rows = a.batch * a.heads * a.rows;
+    if (rows < MANY_ROWS)
+      launch_early(combine_kernel<T, S::VDIM, 256>, dim3((unsigned)rows), 256, 32 * parts.count(), args, parts, stream);
     else
-      combine<128>(a, args, parts, stream);
+      launch_early(combine_kernel<T, S::VDIM, 128>, dim3((unsigned)rows), 128, 16 * parts.count(), args, parts, stream);
   }
 
-  // Launched early: a multiprocessor with room for it prepares what it needs while the last parts are being made.
-  template <int NUM_THREADS>
-  static void combine(const Attention &a, const DecodeArgs &args, const Parts &parts, cudaStream_t stream) {
+  // A multiprocessor with room for it prepares what it needs while what came before ends.
+  template <class Kernel>
+  static void launch_early(Kernel kernel, dim3 grid, int threads, int bytes, const DecodeArgs &args, const Parts &parts,
+                           cudaStream_t stream) {
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(a.batch * a.heads * a.rows)), config.blockDim = dim3(NUM_THREADS);
-    config.dynamicSmemBytes = 4 * parts.count(), config.stream = stream;
+    config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = (size_t)bytes, config.stream = stream;
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &early, config.numAttrs = 1;
-    cudaLaunchKernelEx(&config, combine_kernel<T, S::VDIM, NUM_THREADS>, args, parts);
+    if (bytes > MANY_BYTES) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaLaunchKernelEx(&config, kernel, args, parts);
   }
 };
 

@@ -91,10 +91,11 @@ struct PackedWarp {
 
   // `bytes` [2 limbs][ROWS][ROW_BYTES], `info` [ROWS] in shared memory.
   __device__ __forceinline__ void load_queries(const char *bytes, const RowInfo *info, int g, int c) {
-    row = info[g];
+    int place = OCT ? g : g & 3;
+    row = info[place];
 #pragma unroll
     for (int s = 0; s < L::WORDS; s++) {
-      int at = g * Q::ROW_BYTES + 32 * s + 8 * c;
+      int at = place * Q::ROW_BYTES + 32 * s + 8 * c;
       uint2 upper = *(const uint2 *)(bytes + at), lower = *(const uint2 *)(bytes + ROWS * Q::ROW_BYTES + at);
       query[s][0] = upper.x, query[s][1] = lower.x, query[s][2] = upper.y, query[s][3] = lower.y;
     }

@@ -19,6 +19,31 @@ __device__ __forceinline__ float to_float<__nv_bfloat16>(__nv_bfloat16 x) {
   return __bfloat162float(x);
 }
 
+// N words at an address that is a multiple of their size.
+template <int N, class From>
+__device__ __forceinline__ void load_words(uint32_t (&to)[N], const From *from) {
+  if constexpr (N == 1) {
+    to[0] = *(const uint32_t *)from;
+  } else if constexpr (N == 2) {
+    uint2 v = *(const uint2 *)from;
+    to[0] = v.x, to[1] = v.y;
+  } else {
+    static_assert(N == 4, "one, two or four words");
+    uint4 v = *(const uint4 *)from;
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  }
+}
+
+template <int N, class To>
+__device__ __forceinline__ void store_words(To *to, const uint32_t (&from)[N]) {
+  if constexpr (N == 1)
+    *(uint32_t *)to = from[0];
+  else if constexpr (N == 2)
+    *(uint2 *)to = make_uint2(from[0], from[1]);
+  else
+    *(uint4 *)to = make_uint4(from[0], from[1], from[2], from[3]);
+}
+
 // Row = group member * M + query token, of key/value head h of sequence b.
 struct QueryPlace {
   int b, head, token;
@@ -45,19 +70,16 @@ __device__ __forceinline__ RowMask mask_of_row(const DecodeArgs &a, int b, int h
 }
 
 // Bytes of a row from its rotated coordinates, `N` of lane: x [.., i] is coordinate first + i * stride.
-template <int DIM, bool TWICE, int N>
+template <int DIM, int N>
 __device__ __forceinline__ void store_row(const float (&x)[N], int first, int stride, float bias, float scale,
                                           float step, int place, char *bytes, RowInfo *info, int lane) {
   using Q = QueryMap<DIM>;
-  constexpr int COPY = 4 * Q::ROW_BYTES;
   char *upper = bytes + place * Q::ROW_BYTES, *lower = upper + ROWS * Q::ROW_BYTES;
   float most = 0;
 #pragma unroll
   for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(x[i]));
-  for (int o = 16; o; o >>= 1) {
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-    bias += __shfl_xor_sync(~0u, bias, o);
-  }
+  most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));  // not negative: ordered as integers are
+  for (int o = 16; o; o >>= 1) bias += __shfl_xor_sync(~0u, bias, o);
   float inverse = most > 0 ? __fdividef(QUERY_TOP, most) : 0;
   int total = 0;
 #pragma unroll
@@ -65,46 +87,71 @@ __device__ __forceinline__ void store_row(const float (&x)[N], int first, int st
     int n = __float2int_rn(fminf(fmaxf(x[i] * inverse, -QUERY_TOP), QUERY_TOP)), high = (n + 128) >> 8;
     int at = Q::byte_of(first + i * stride);
     upper[at] = (char)high, lower[at] = (char)(n - 256 * high);
-    if (TWICE) upper[COPY + at] = (char)high, lower[COPY + at] = (char)(n - 256 * high);
     total += n;
   }
   total = __reduce_add_sync(~0u, total);
-  if (lane <= TWICE) info[place + 4 * lane] = {most * (1.0f / QUERY_TOP) * step * scale, bias * scale, total / 2};
+  if (lane == 0) info[place] = {most * (1.0f / QUERY_TOP) * step * scale, bias * scale, total / 2};
 }
 
 // Rows first_row + warp, + WARPS, .. by their warps: bytes [2 limbs][ROWS][ROW_BYTES] and `info` [ROWS] of the CTA; `x`
-// [DIM] is this warp's. A row goes to its place, and to place + 4 if rows are held twice; one beyond the last is zero.
-template <class T, int DIM, bool TWICE>
+// [DIM] is this warp's. A row beyond the last is zero.
+// `load` leaves what it reads as it is, so that other loads may follow before it has arrived.
+template <class T, int DIM>
 struct QueryRows {
   static constexpr int N = (DIM + 31) / 32;
   static constexpr bool IN_REGISTERS = DIM == 32 * fixed::largest_power(N) && DIM >= 64;
   const float *centre, *balance;
   fixed::WarpRotation<IN_REGISTERS ? N : 2> rotation;
-  float c[N], b[N], q[N];
+  float c[N], b[N];
+  uint32_t pair[IN_REGISTERS ? N / 2 : 1];  // of the row's elements, where a lane's lie side by side
+  T element[IN_REGISTERS ? 1 : N];
+  bool valid;
 
   static __device__ __forceinline__ int dim_of(int i, int lane) { return IN_REGISTERS ? N * lane + i : lane + 32 * i; }
 
-  // Starts what must come from memory.
-  __device__ __forceinline__ void load(const DecodeArgs &a, int sequence, int h, int row, bool valid, int lane) {
+  __device__ __forceinline__ void load(const DecodeArgs &a, int sequence, int h, int row, bool is_valid, int lane) {
     const StoreArgs &k = a.keys;
+    valid = is_valid;
     centre = k.centre ? k.centre + (int64_t)sequence * k.centre_stride[0] + h * k.centre_stride[1] : nullptr;
     balance = k.balance ? k.balance + (int64_t)sequence * k.balance_stride[0] + h * k.balance_stride[1] : nullptr;
-    if (IN_REGISTERS && !k.rotation.matrix) rotation.load(k.rotation, false, lane);
     const T *from = query_of<T>(a, sequence, h, valid ? row : 0);
+    if constexpr (IN_REGISTERS) {
+      load_words(pair, from + N * lane);
+      if (!k.rotation.matrix) rotation.load(k.rotation, false, lane);
+      if (centre) fixed::load_floats(c, centre + N * lane);
+      if (balance) fixed::load_floats(b, balance + N * lane);
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      int d = dim_of(i, lane);
-      bool in = DIM % 32 == 0 || d < DIM;
-      c[i] = centre && in ? __ldg(centre + d) : 0, b[i] = balance && in ? __ldg(balance + d) : 1;
-      q[i] = valid && in ? to_float<T>(from[d]) : 0;
+      for (int i = 0; i < N; i++) {
+        int d = DIM % 32 == 0 || dim_of(i, lane) < DIM ? dim_of(i, lane) : 0;
+        element[i] = from[d], c[i] = centre ? centre[d] : 0, b[i] = balance ? balance[d] : 1;
+      }
     }
+  }
+
+  // The row, and its product with the centre over this lane's coordinates.
+  __device__ __forceinline__ float balanced(float (&q)[N], int lane) const {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if constexpr (IN_REGISTERS) {
+        float2 two = floats_of_pair<T>(pair[i / 2]);
+        q[i] = !valid ? 0 : i % 2 ? two.y : two.x;
+      } else {
+        q[i] = valid && (DIM % 32 == 0 || dim_of(i, lane) < DIM) ? to_float<T>(element[i]) : 0;
+      }
+    float bias = 0;
+    if (centre)
+#pragma unroll
+      for (int i = 0; i < N; i++) bias = fmaf(q[i], c[i], bias);
+    if (balance)
+#pragma unroll
+      for (int i = 0; i < N; i++) q[i] *= b[i];
+    return bias;
   }
 
   __device__ __forceinline__ void store(const DecodeArgs &a, float step, int place, float *x, char *bytes,
                                         RowInfo *info, int lane) {
-    float bias = 0;
-#pragma unroll
-    for (int i = 0; i < N; i++) bias = fmaf(q[i], c[i], bias), q[i] *= b[i];
+    float q[N], bias = balanced(q, lane);
     const Rotation &r = a.keys.rotation;
     bool turned = false;
     if constexpr (IN_REGISTERS)
@@ -120,7 +167,7 @@ struct QueryRows {
       __syncwarp();
     }
     constexpr int STRIDE = IN_REGISTERS ? 1 : 32;
-    store_row<DIM, TWICE>(q, dim_of(0, lane), STRIDE, bias, a.scale * LOG2E, step, place, bytes, info, lane);
+    store_row<DIM>(q, dim_of(0, lane), STRIDE, bias, a.scale * LOG2E, step, place, bytes, info, lane);
   }
 };
 

@@ -15,6 +15,22 @@ __host__ __device__ constexpr int largest_power(int n) {
   return p;
 }
 
+// N floats, at an address that is a multiple of their size or of 16 bytes.
+template <int N>
+__device__ __forceinline__ void load_floats(float (&to)[N], const float *from) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      float4 v = *(const float4 *)(from + i);
+      to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
+    }
+  } else {
+    static_assert(N == 2, "two floats or a multiple of four");
+    float2 v = *(const float2 *)from;
+    to[0] = v.x, to[1] = v.y;
+  }
+}
+
 // Walsh-Hadamard of N * 32 values in registers; lane l holds values N l .. N l + N - 1.
 template <int N>
 __device__ __forceinline__ void hadamard(float (&x)[N], int lane) {
@@ -45,10 +61,10 @@ __device__ __forceinline__ void mix_window(float *x, const float *signs, bool in
     constexpr int N = P / 32;
     float v[N];
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i] = x[N * lane + i] * (inverse ? 1.0f : __ldg(signs + N * lane + i));
+    for (int i = 0; i < N; i++) v[i] = x[N * lane + i] * (inverse ? 1.0f : signs[N * lane + i]);
     hadamard<N>(v, lane);
 #pragma unroll
-    for (int i = 0; i < N; i++) x[N * lane + i] = inverse ? v[i] * __ldg(signs + N * lane + i) : v[i];
+    for (int i = 0; i < N; i++) x[N * lane + i] = inverse ? v[i] * signs[N * lane + i] : v[i];
   }
   __syncwarp();
 }
@@ -61,8 +77,9 @@ __device__ __forceinline__ void mix(float *x, const float *signs, bool inverse, 
   if (P < DIM && inverse) mix_window<P>(x, signs, inverse, lane);
 }
 
-// One vector in the registers of a warp: lane l holds values N l .. N l + N - 1 of 32 N. Its rotation's parameters are
-// loaded beforehand, so that their way from memory is shared with what else is on its way.
+// One vector in the registers of a warp: lane l holds values N l .. N l + N - 1 of 32 N. Its rotation's parameters, at
+// addresses that are multiples of 16, are loaded beforehand, so that their way from memory is shared with what else is
+// on its way.
 template <int N>
 struct WarpRotation {
   static constexpr int BLOCK_VALUES = N >= 4 ? 4 * N : 8;  // of 4x4 blocks: N / 4 whole ones, or the rows of two values
@@ -71,12 +88,14 @@ struct WarpRotation {
 
   __device__ __forceinline__ void load(const Rotation &r, bool inverse, int lane) {
     blocks = r.blocks != nullptr;
+    if (r.rounds)
+      load_floats(sign, r.signs + N * lane);
+    else
 #pragma unroll
-    for (int i = 0; i < N; i++) sign[i] = r.rounds ? __ldg(r.signs + N * lane + i) : 1.0f;
+      for (int i = 0; i < N; i++) sign[i] = 1.0f;
     if (!blocks) return;
     if constexpr (N >= 4) {
-#pragma unroll
-      for (int i = 0; i < BLOCK_VALUES; i++) block[i] = __ldg(r.blocks + 4 * N * lane + i);
+      load_floats(block, r.blocks + 4 * N * lane);
     } else {
       const float *m = r.blocks + 16 * (lane / 2);
 #pragma unroll
@@ -84,7 +103,7 @@ struct WarpRotation {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           int row = 2 * (lane & 1) + i;
-          block[4 * i + j] = __ldg(inverse ? m + 4 * j + row : m + 4 * row + j);
+          block[4 * i + j] = inverse ? m[4 * j + row] : m[4 * row + j];
         }
     }
   }
@@ -124,7 +143,7 @@ struct WarpRotation {
       const float *signs = r.signs + (inverse ? r.rounds - 1 - k : k) * 32 * N + N * lane;
       float s[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) s[i] = r.rounds == 1 ? sign[i] : __ldg(signs + i);
+      for (int i = 0; i < N; i++) s[i] = r.rounds == 1 ? sign[i] : signs[i];
       if (!inverse)
 #pragma unroll
         for (int i = 0; i < N; i++) x[i] *= s[i];
@@ -150,7 +169,7 @@ __device__ void rotate_row(float *x, const Rotation &r, bool inverse, int lane) 
       for (int i = 0; i < 4; i++) {
         float sum = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) sum += (inverse ? __ldg(m + 4 * j + i) : __ldg(m + 4 * i + j)) * v[j];
+        for (int j = 0; j < 4; j++) sum += (inverse ? m[4 * j + i] : m[4 * i + j]) * v[j];
         x[4 * n + i] = sum;
       }
     }
@@ -159,7 +178,7 @@ __device__ void rotate_row(float *x, const Rotation &r, bool inverse, int lane) 
     float y[DIM / 32 + 1];
     for (int k = 0, d = lane; d < DIM; d += 32, k++) {
       float sum = 0;
-      for (int j = 0; j < DIM; j++) sum += __ldg(r.matrix + (inverse ? j * DIM + d : d * DIM + j)) * x[j];
+      for (int j = 0; j < DIM; j++) sum += r.matrix[inverse ? j * DIM + d : d * DIM + j] * x[j];
       y[k] = sum;
     }
     __syncwarp();

@@ -76,5 +76,27 @@ __device__ __forceinline__ void wait_copies() {  // until at most PENDING groups
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// A launch that may start before the one ahead of it has ended waits for all that came before, and may let the next one
+// start early in its turn, once its own wait is over. What an earlier launch has written is not to be read by __ldg,
+// which the compiler may move ahead of the wait.
+__device__ __forceinline__ void wait_for_earlier_launches() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void allow_later_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Brings the parameters of a launch, which are cold, one word of every 64 bytes.
+template <class Parameters>
+__device__ __forceinline__ void fetch_parameters(const Parameters &parameters) {
+  const int *word = (const int *)&parameters;
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(Parameters) / 4; i += 16) asm volatile("" ::"r"(word[i]));
+}
+
 }  // namespace cuda
 }  // namespace kvq
