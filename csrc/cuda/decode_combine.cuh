@@ -15,6 +15,7 @@ struct Parts {
   float2 *state;  // maximum in log2, sum of the weights
   int packed, exact;
   int first_tile, num_tiles, exact_steps;
+  bool together;  // whether all warps of a CTA work on its few tiles together
 
   __host__ __device__ int count() const { return packed + exact; }
   __device__ __forceinline__ int64_t index(int bh, int part, int rows) const {

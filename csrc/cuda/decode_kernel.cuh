@@ -14,6 +14,7 @@ struct DecodeShape {
   static constexpr int KBITS = KBITS_, VBITS = VBITS_, DIM = DIM_, VDIM = VDIM_, NUM_ROWS = OCT_ ? 8 : 4;
   static constexpr bool OCT = OCT_, EXACT_APART = VDIM > 128;  // exact tokens in CTAs of their own: with wide sums both
                                                                // do not fit into the registers
+  static constexpr bool SHORT = VDIM <= 32 * WARPS && VDIM % 32 == 0;  // whether there is a kernel of short contexts
   using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
   // Shared memory in bytes: tiles (sums of the warps afterwards), bytes of the queries, one row a warp, row infos.
@@ -23,6 +24,7 @@ struct DecodeShape {
   static constexpr int INFO = ROW + 4 * WARPS * DIM, PACKED = INFO + ROWS * (int)sizeof(RowInfo);
   static constexpr int EXACT = EXACT_APART ? 0 : PACKED, EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8);
   static constexpr int EXACT_END = EXACT + WARPS * EXACT_WARP, SIZE = PACKED > EXACT_END ? PACKED : EXACT_END;
+  static constexpr int SHORT_SIZE = PACKED > WARPS * EXACT_WARP ? PACKED : WARPS * EXACT_WARP;  // of short_kernel
 };
 
 // A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one. Made in two steps,
@@ -75,18 +77,23 @@ struct ExactShare {
   }
 };
 
+// The CTAs of exact tokens alone, a share a warp.
+template <class T, class S>
+__device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
+                                                   T *memory, int warp, int lane) {
+  int part = (blockIdx.y - parts.packed) * WARPS + warp;
+  if (part >= parts.exact) return;
+  ExactShare<T, S, 0> share;
+  share.start(a, b, h, first_row, part, memory + warp * (S::EXACT_WARP / sizeof(T)), lane);
+  share.attend(a, parts, b, h, first_row, part, parts.exact, lane);
+}
+
 // Sums of a lane in floats, for weights relative to the CTA's maximum: columns 2c and 2c + 1 of the products to
 // `to` [ROWS][MERGE_ROW]. A column is a row, or, with up to four rows, a limb of one.
 template <class S, class Warp>
 __device__ __forceinline__ void store_sums(const Warp &packed, const float (&factor)[2], float *to, int g, int c) {
   float half[Warp::LIMBS][2];
-#pragma unroll
-  for (int l = 0; l < Warp::LIMBS; l++) {  // levels are half a step above their bytes
-    uint32_t total = packed.total[l] + __shfl_xor_sync(~0u, packed.total[l], 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    half[l][0] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c),
-    half[l][1] = 0.5f * (float)__shfl_sync(~0u, total, 8 * c + 4);
-  }
+  packed.halves(half, c);
   auto value = [&](int m, int j, int i) {
     float x = (float)packed.out[0][m][2 * j + i] + half[0][i];
     if constexpr (S::OCT) x = 256 * x + (float)packed.out[1][m][2 * j + i] + half[1][i];
@@ -167,11 +174,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   wait_for_earlier_launches();
   if constexpr (S::EXACT_APART) {
     if (blockIdx.y >= parts.packed) {
-      int part = (blockIdx.y - parts.packed) * WARPS + warp;
-      if (part >= parts.exact) return;
-      ExactShare<T, S, 0> share;
-      share.start(a, b, h, first_row, part, exact_memory, lane);
-      share.attend(a, parts, b, h, first_row, part, parts.exact, lane);
+      attend_exact_apart<T, S>(a, parts, b, h, first_row, (T *)(memory + S::EXACT), warp, lane);
       return;
     }
   }

@@ -3,28 +3,50 @@
 #pragma once
 
 #include "decode_attend.h"
-#include "decode_kernel.cuh"
+#include "decode_short.cuh"
 
 namespace kvq {
 namespace cuda {
 
 constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
+constexpr int SHORT_TILES = WARPS;   // at most, of a CTA whose warps work on them together
 constexpr int MANY_BYTES = 32 << 10;  // of shared memory: more, with what a kernel has beside it, is to be asked for
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
 
 template <class T, class S>
 struct DecodeLaunch {
+  template <class Kernel>
+  static int count_blocks(Kernel kernel, int bytes) {
+    int device = 0, processors = 1, each = 1;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, THREADS, bytes);
+    return processors * (each > 0 ? each : 1);
+  }
+  // CTAs of the card that run at the same time; all cards of a machine are taken to be alike.
   static int blocks_at_once() {
-    static int blocks = 0;  // of the card; all cards of a machine are taken to be alike
-    if (!blocks) {
-      int device = 0, processors = 1, each = 1;
-      cudaGetDevice(&device);
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      cudaFuncSetAttribute(decode_kernel<T, S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SIZE);
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, decode_kernel<T, S>, THREADS, S::SIZE);
-      blocks = processors * (each > 0 ? each : 1);
-    }
+    static int blocks = count_blocks(decode_kernel<T, S>, S::SIZE);
     return blocks;
+  }
+  static int short_blocks_at_once() {
+    static int blocks = count_blocks(short_kernel<T, S>, S::SHORT_SIZE);
+    return blocks;
+  }
+
+  // Short contexts: few tiles a CTA, the rest of the card for exact tokens. False if there would be too many tiles.
+  static bool cut_short(const Attention &a, Parts &parts) {
+    if constexpr (!S::SHORT) return false;
+    int64_t at_once = short_blocks_at_once() / (a.batch * a.heads * ceil_div(a.rows, S::NUM_ROWS));
+    int64_t exact_ctas = ceil_div(parts.exact_steps, WARPS), packed_ctas = at_once - (exact_ctas > 0);
+    if (parts.num_tiles < 1 || packed_ctas < 1) return false;
+    int64_t tiles = ceil_div(parts.num_tiles, packed_ctas);
+    if (tiles > SHORT_TILES) return false;
+    parts.packed = (int)ceil_div(parts.num_tiles, tiles);
+    if (exact_ctas > at_once - parts.packed) exact_ctas = at_once - parts.packed;
+    parts.exact = (int)(parts.exact_steps < WARPS * exact_ctas ? parts.exact_steps : WARPS * exact_ctas);
+    parts.together = true;
+    return true;
   }
 
   static Parts parts_of(const Attention &a, void *scratch) {
@@ -33,6 +55,7 @@ struct DecodeLaunch {
     parts.first_tile = (int)(a.start / TILE_LEN);
     parts.num_tiles = (int)ceil_div(a.length, TILE_LEN) - parts.first_tile;
     parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
+    if (cut_short(a, parts)) return place(a, scratch, parts);
     int64_t splits = blocks_at_once() / (heads * row_blocks), most = ceil_div(parts.exact_steps, WARPS);
     int64_t least = ceil_div(parts.num_tiles, WARPS * MAX_WARP_TILES);
     most = most > parts.num_tiles ? most : parts.num_tiles;  // a tile or four steps of exact tokens for each
@@ -41,7 +64,11 @@ struct DecodeLaunch {
     parts.packed = (int)(splits > least ? splits : least);
     int most_exact = S::EXACT_APART ? EXACT_PARTS : WARPS * parts.packed;
     parts.exact = parts.exact_steps < most_exact ? parts.exact_steps : most_exact;
-    int64_t count = heads * parts.count() * a.rows;
+    return place(a, scratch, parts);
+  }
+
+  static Parts place(const Attention &a, void *scratch, Parts parts) {
+    int64_t count = a.batch * a.heads * parts.count() * a.rows;
     parts.sums = (float *)scratch, parts.state = (float2 *)((char *)scratch + 4 * count * S::VDIM);
     return parts;
   }
@@ -52,11 +79,13 @@ struct DecodeLaunch {
 
   static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
     Parts parts = parts_of(a, scratch);
-    int64_t apart = S::EXACT_APART ? ceil_div(parts.exact, WARPS) : 0;
+    int64_t apart = S::EXACT_APART || parts.together ? ceil_div(parts.exact, WARPS) : 0;
     dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + apart), (unsigned)ceil_div(a.rows, S::NUM_ROWS));
     DecodeArgs args;
     to_args(a, args);
-    launch_early(decode_kernel<T, S>, grid, THREADS, S::SIZE, args, parts, stream);
+    if constexpr (S::SHORT)
+      if (parts.together) launch_early(short_kernel<T, S>, grid, THREADS, S::SHORT_SIZE, args, parts, stream);
+    if (!parts.together) launch_early(decode_kernel<T, S>, grid, THREADS, S::SIZE, args, parts, stream);
     int64_t rows = a.batch * a.heads * a.rows;
     if (rows < MANY_ROWS)
       launch_early(combine_kernel<T, S::VDIM, 256>, dim3((unsigned)rows), 256, 32 * parts.count(), args, parts, stream);

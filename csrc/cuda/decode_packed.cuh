@@ -63,11 +63,12 @@ __host__ __device__ constexpr float fraction_of(int token) {
   return (float)((token * 79 + 39) % 128) / 128.0f;  // 79 / 128 is next to the golden ratio
 }
 
-template <int KBITS, int VBITS, int DIM, int VDIM, bool OCT>
+// SUMMED: dims of the values that this warp sums.
+template <int KBITS, int VBITS, int DIM, int VDIM, bool OCT, int SUMMED = VDIM>
 struct PackedWarp {
   using L = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Q = QueryMap<DIM>;
-  static constexpr int CHUNKS = VDIM / 32, REST = VDIM % 32 / 16, MTILES = VDIM / 16, LIMBS = OCT ? 2 : 1;
+  static constexpr int CHUNKS = SUMMED / 32, REST = SUMMED % 32 / 16, MTILES = SUMMED / 16, LIMBS = OCT ? 2 : 1;
 
   uint32_t query[L::WORDS][4];  // A fragments of every step
   RowInfo row;
@@ -139,23 +140,26 @@ struct PackedWarp {
     }
   }
 
-  // Scores of the 32 tokens of block c, still to be multiplied by row.factor.
+  // Scores of eight tokens of block c, the 8 * `eight`-th and later, still to be multiplied by row.factor.
+  __device__ __forceinline__ void eight_scores(const uint32_t *tile, const ByteTable &table, int eight, int g, int c,
+                                               float *x) const {
+    uint4 four = ((const uint4 *)(tile + L::KEY_SCALE + c * BLOCK_LEN / 2))[eight];
+    const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      int acc[4];
+      multiply_keys(tile, table, 4 * eight + k, g, c, acc);
+      float2 scale = __half22float2(*(const __half2 *)&pairs[k]);
+      x[2 * k] = (float)(256 * acc[0] + acc[2] + row.half_sum) * scale.x;
+      x[2 * k + 1] = (float)(256 * acc[1] + acc[3] + row.half_sum) * scale.y;
+    }
+  }
+
+  // Of the 32 tokens of block c.
   __device__ __forceinline__ void scores(const uint32_t *tile, const ByteTable &table, int g, int c,
                                          float (&x)[BLOCK_LEN]) const {
-    const uint4 *scales = (const uint4 *)(tile + L::KEY_SCALE + c * BLOCK_LEN / 2);
 #pragma unroll
-    for (int i4 = 0; i4 < BLOCK_LEN / 8; i4++) {
-      uint4 four = scales[i4];
-      const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        int i = 4 * i4 + k, acc[4];
-        multiply_keys(tile, table, i, g, c, acc);
-        float2 scale = __half22float2(*(const __half2 *)&pairs[k]);
-        x[2 * i] = (float)(256 * acc[0] + acc[2] + row.half_sum) * scale.x;
-        x[2 * i + 1] = (float)(256 * acc[1] + acc[3] + row.half_sum) * scale.y;
-      }
-    }
+    for (int eight = 0; eight < BLOCK_LEN / 8; eight++) eight_scores(tile, table, eight, g, c, x + 8 * eight);
   }
 
   // Takes the tile's maximum and largest scale where they are higher, and scales what was summed before.
@@ -178,6 +182,11 @@ struct PackedWarp {
     }
   }
 
+  // Selects limb l of two weights: byte 2 of both (the upper one) or byte 1.
+  static __device__ __forceinline__ uint32_t limb_of_two(int l, int g) {
+    return (OCT ? l == 0 : g < 4) ? 0x0062u : 0x0051u;
+  }
+
   // Scores times `factor` plus `offset` to weights times scales, as bytes of B fragments: weight[.][phase] holds codes
   // n = 0 .. 3 and 4 .. 7. The float 2 ** 15 + w has w's whole part in bits 8 to 22: its limbs are two bytes.
   __device__ __forceinline__ void weights(const float (&x)[BLOCK_LEN], const uint32_t (&scale)[BLOCK_LEN / 2],
@@ -193,7 +202,7 @@ struct PackedWarp {
     }
 #pragma unroll
     for (int l = 0; l < LIMBS; l++) {
-      const uint32_t two = (OCT ? l == 0 : g < 4) ? 0x0062u : 0x0051u;  // byte 2 of both (upper limb) or byte 1
+      const uint32_t two = limb_of_two(l, g);
 #pragma unroll
       for (int phase = 0; phase < 4; phase++)
 #pragma unroll
@@ -240,9 +249,10 @@ struct PackedWarp {
       }
   }
 
+  // `first` is the first dim.
   __device__ __forceinline__ void sum_values(const uint32_t *tile, const ByteTable &table, int g, int c,
-                                             const uint32_t (&weight)[LIMBS][4][2]) {
-    const uint32_t ones = 0x01010101u, *sign = tile + L::value_sign(c), *mag = tile + L::value_mag(c);
+                                             const uint32_t (&weight)[LIMBS][4][2], int first = 0) {
+    const uint32_t ones = 0x01010101u, *sign = tile + L::value_sign(c) + first, *mag = tile + L::value_mag(c) + first;
 #pragma unroll
     for (int l = 0; l < LIMBS; l++)
 #pragma unroll
@@ -255,6 +265,16 @@ struct PackedWarp {
       add_values<1>(sign + 32 * CHUNKS + 2 * g, mag + 32 * CHUNKS + 2 * g, table, weight, 2 * CHUNKS);
   }
 
+  // Half the sums of the integer weights of columns 2c and 2c + 1: levels are half a step above their bytes.
+  __device__ __forceinline__ void halves(float (&half)[LIMBS][2], int c) const {
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++) {
+      uint32_t sum = total[l] + __shfl_xor_sync(~0u, total[l], 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      half[l][0] = 0.5f * (float)__shfl_sync(~0u, sum, 8 * c), half[l][1] = 0.5f * (float)__shfl_sync(~0u, sum, 8 * c + 4);
+    }
+  }
+
   // The dim of out[.][m][2 * i ..] in lane g: dims lie as the words were read.
   static __device__ __forceinline__ int dim_of(int m, int i, int g) {
     return m / 2 < CHUNKS ? 32 * (m / 2) + 4 * g + 2 * (m % 2) + i : 32 * CHUNKS + 2 * g + i;
@@ -264,27 +284,28 @@ struct PackedWarp {
   __device__ __forceinline__ float one() const { return fast_exp2(WEIGHT_TOP_LOG2) / unit; }
   __device__ __forceinline__ float exponent_of_one() const { return WEIGHT_TOP_LOG2 - __log2f(unit); }
 
-  // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. `here` is the first of block c.
-  __device__ __forceinline__ void restrict_scores(float (&x)[BLOCK_LEN], uint32_t (&scale)[BLOCK_LEN / 2], int here,
-                                                  int start, int stop, float softcap, const RowMask &mask) const {
+  // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. `here` is the first of N.
+  template <int N>
+  __device__ __forceinline__ void restrict_scores(float (&x)[N], uint32_t (&scale)[N / 2], int here, int start, int stop,
+                                                  float softcap, const RowMask &mask) const {
 #pragma unroll
-    for (int t = 0; t < BLOCK_LEN; t++) x[t] = fmaf(x[t], row.factor, row.bias);
+    for (int t = 0; t < N; t++) x[t] = fmaf(x[t], row.factor, row.bias);
     if (softcap > 0)
 #pragma unroll
-      for (int t = 0; t < BLOCK_LEN; t++) x[t] = soft_capped(x[t], softcap);
+      for (int t = 0; t < N; t++) x[t] = soft_capped(x[t], softcap);
     if (mask.data) {  // of a token beyond the last that of the last one is read
       int last = stop - 1 - here;
       const char *data = mask.data + here * mask.stride;
       if (mask.boolean)
 #pragma unroll
-        for (int t = 0; t < BLOCK_LEN; t++) x[t] = data[min(t, last) * mask.stride] ? x[t] : -INFINITY;
+        for (int t = 0; t < N; t++) x[t] = data[min(t, last) * mask.stride] ? x[t] : -INFINITY;
       else
 #pragma unroll
-        for (int t = 0; t < BLOCK_LEN; t++)
+        for (int t = 0; t < N; t++)
           x[t] = fmaf(*(const float *)(data + min(t, last) * mask.stride), LOG2E, x[t]);
     }
 #pragma unroll
-    for (int t = 0; t < BLOCK_LEN; t++) {
+    for (int t = 0; t < N; t++) {
       bool in = here + t >= start && here + t < stop;
       x[t] = in ? x[t] : -INFINITY;
       scale[t / 2] &= in ? ~0u : t % 2 ? 0x0000FFFFu : 0xFFFF0000u;

@@ -1,0 +1,201 @@
+// The decode kernel of short contexts. A CTA has at most a tile a warp, which all its warps work on together: a warp
+// scores eight tokens of every block, all learn the maximum, and each sums 32 dims of the values over all tokens. So
+// nothing is scaled twice, no warp's sums are merged, and the way from the first byte to the part is a third as long as
+// decode_kernel's; for long contexts it is wasteful. Exact tokens have CTAs of their own.
+#pragma once
+
+#include "decode_kernel.cuh"
+
+namespace kvq {
+namespace cuda {
+
+// What the warps tell each other.
+template <class S>
+struct ShortExchange {
+  float top[WARPS][ROWS], sum[WARPS][ROWS], scale_top[WARPS];
+  uint2 weight[WARPS][S::Packed::LIMBS][4][32];  // of a tile: bytes of B fragments, by limb, phase and lane
+};
+
+template <class S>
+struct ShortWarp {
+  static constexpr int KBITS = S::KBITS, VBITS = S::VBITS, EIGHT = 8;
+  using Packed = PackedWarp<KBITS, VBITS, S::DIM, S::VDIM, S::OCT, 32>;
+  Packed packed;
+  float x[WARPS][EIGHT];             // scores of a tile, in log2
+  uint32_t scale[WARPS][EIGHT / 2];  // the values'
+
+  // Scores of this warp's tokens of tile j; `here` is the first of them in block c.
+  __device__ __forceinline__ void score(const DecodeArgs &a, const uint32_t *tile, const ByteTable &keys, int j,
+                                        bool at_end, int here, const RowMask &mask, int warp, int g, int c) {
+    packed.eight_scores(tile, keys, warp, g, c, x[j]);
+    uint4 four = ((const uint4 *)(tile + S::Tile::VALUE_SCALE + c * BLOCK_LEN / 2))[warp];
+    scale[j][0] = four.x, scale[j][1] = four.y, scale[j][2] = four.z, scale[j][3] = four.w;
+    if (__builtin_expect(a.softcap > 0 || mask.data || at_end, 0)) {
+      packed.restrict_scores(x[j], scale[j], here, a.start, a.length, a.softcap, mask);
+    } else {
+#pragma unroll
+      for (int t = 0; t < EIGHT; t++) x[j][t] = fmaf(x[j][t], packed.row.factor, packed.row.bias);
+    }
+  }
+
+  // The largest score of a row and the largest scale among this warp's tokens.
+  __device__ __forceinline__ void tell_tops(ShortExchange<S> &all, int tiles, int warp, int lane) {
+    float top = NO_SCORE, most = 0;
+#pragma unroll
+    for (int j = 0; j < WARPS; j++)
+      if (j < tiles) {
+        __half2 two = *(const __half2 *)&scale[j][0];
+#pragma unroll
+        for (int i = 1; i < EIGHT / 2; i++) two = __hmax2(two, *(const __half2 *)&scale[j][i]);
+        most = fmaxf(most, fmaxf(__low2float(two), __high2float(two)));
+#pragma unroll
+        for (int t = 0; t < EIGHT; t++) top = fmaxf(top, x[j][t]);
+      }
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));  // not negative: ordered as integers are
+    if (lane % 4 == 0) all.top[warp][lane / 4] = top;
+    if (lane == 0) all.scale_top[warp] = most;
+  }
+
+  // Weights of this warp's tokens, once the tops are known.
+  __device__ __forceinline__ void tell_weights(ShortExchange<S> &all, int tiles, int warp, int lane) {
+    int g = lane / 4;
+    packed.clear();
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      packed.top = fmaxf(packed.top, all.top[w][g]), packed.unit = fmaxf(packed.unit, all.scale_top[w]);
+    float offset = packed.exponent_of_one() - packed.top, sum = 0;
+#pragma unroll
+    for (int j = 0; j < WARPS; j++)
+      if (j < tiles) {
+        float y[EIGHT];
+#pragma unroll
+        for (int i = 0; i < EIGHT / 2; i++) {
+          float2 s = __half22float2(*(const __half2 *)&scale[j][i]);
+          float p0 = fast_exp2(x[j][2 * i] + offset), p1 = fast_exp2(x[j][2 * i + 1] + offset);
+          sum += p0 + p1;
+          y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(EIGHT * warp + 2 * i));
+          y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(EIGHT * warp + 2 * i + 1));
+        }
+#pragma unroll
+        for (int l = 0; l < Packed::LIMBS; l++)
+#pragma unroll
+          for (int phase = 0; phase < 4; phase++) {  // bytes n = 2 (warp % 2) and the next of half warp / 2
+            uint32_t two = permute_bytes(__float_as_uint(y[phase]), __float_as_uint(y[phase + 4]),
+                                         Packed::limb_of_two(l, g));
+            ((uint16_t *)&all.weight[j][l][phase][lane])[warp] = (uint16_t)two;
+          }
+      }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (lane % 4 == 0) all.sum[warp][g] = sum;
+  }
+
+  // Sums of 32 dims from `first` on over tile j.
+  __device__ __forceinline__ void add(const ShortExchange<S> &all, const uint32_t *tile, const ByteTable &values, int j,
+                                      int first, int lane) {
+    uint32_t weight[Packed::LIMBS][4][2];
+#pragma unroll
+    for (int l = 0; l < Packed::LIMBS; l++)
+#pragma unroll
+      for (int phase = 0; phase < 4; phase++) {
+        uint2 two = all.weight[j][l][phase][lane];
+        weight[l][phase][0] = two.x, weight[l][phase][1] = two.y;
+      }
+    packed.sum_values(tile, values, lane / 4, lane % 4, weight, first);
+  }
+
+  // This warp's dims of the part to `sums` [rows][VDIM].
+  __device__ __forceinline__ void store(float *sums, int rows, float value_step, int first, int lane) const {
+    int g = lane / 4, c = lane % 4;
+    float unit = value_step / packed.one(), half[Packed::LIMBS][2];
+    packed.halves(half, c);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float sum[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        int m = k / 2, at = 2 * (k % 2) + i;
+        float upper = (float)packed.out[0][m][at] + half[0][i], lower;
+        if constexpr (S::OCT)
+          lower = (float)packed.out[1][m][at] + half[1][i];
+        else
+          lower = __shfl_xor_sync(~0u, upper, 2);
+        sum[k] = (256 * upper + lower) * unit;
+      }
+      int row = 2 * c + i;
+      if (row < rows)
+        *(float4 *)(sums + row * S::VDIM + first + Packed::dim_of(0, 0, g)) =
+            make_float4(sum[0], sum[1], sum[2], sum[3]);
+    }
+  }
+};
+
+template <class T, class S>
+__global__ void __launch_bounds__(THREADS, 3)
+    short_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ ShortExchange<S> all;
+  int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
+  int rows = min(a.rows - first_row, S::NUM_ROWS);
+  fetch_parameters(a), fetch_parameters(parts);
+  wait_for_earlier_launches();
+  if (blockIdx.y >= parts.packed) {
+    allow_later_launch();
+    attend_exact_apart<T, S>(a, parts, b, h, first_row, (T *)memory, warp, lane);
+    return;
+  }
+  uint32_t *tiles = (uint32_t *)memory;
+  char *bytes = memory + S::QUERIES;
+  RowInfo *info = (RowInfo *)(memory + S::INFO);
+  int first = parts.tile(blockIdx.y), count = parts.tile(blockIdx.y + 1) - first;
+  QueryRows<T, S::DIM> query;
+  query.load(a, b, h, first_row + warp, warp < rows, lane);
+  float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
+  float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
+  if (warp < count) {
+    TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h);
+    source.start_keys(first + warp, tiles + warp * S::Tile::SIZE, lane);
+    source.start_values(first + warp, tiles + warp * S::Tile::SIZE, lane);
+  }
+  commit_copies();
+  allow_later_launch();
+  ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
+  float *row_memory = (float *)(memory + S::ROW) + warp * S::DIM;
+  query.store(a, keys.step, warp, row_memory, bytes, info, lane);
+  if constexpr (S::OCT) {
+    query.load(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
+    query.store(a, keys.step, warp + WARPS, row_memory, bytes, info, lane);
+  }
+  wait_copies<0>();
+  __syncthreads();
+  ShortWarp<S> mine;
+  mine.packed.load_queries(bytes, info, g, c);
+  int row = g & (S::NUM_ROWS - 1);
+  RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
+#pragma unroll
+  for (int j = 0; j < WARPS; j++)
+    if (j < count) {
+      int token = (first + j) * TILE_LEN;
+      mine.score(a, tiles + j * S::Tile::SIZE, keys, j, token < a.start || token + TILE_LEN > a.length,
+                 token + c * BLOCK_LEN + ShortWarp<S>::EIGHT * warp, mask, warp, g, c);
+    }
+  mine.tell_tops(all, count, warp, lane);
+  __syncthreads();
+  mine.tell_weights(all, count, warp, lane);
+  __syncthreads();
+  int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
+  if (warp == 0 && c == 0 && g < rows) {
+    float sum = all.sum[0][g];
+    for (int w = 1; w < WARPS; w++) sum += all.sum[w][g];
+    parts.state[index + g] = make_float2(mine.packed.top, sum / mine.packed.one());
+  }
+  if (32 * warp >= S::VDIM) return;
+  for (int j = 0; j < count; j++) mine.add(all, tiles + j * S::Tile::SIZE, values, j, 32 * warp, lane);
+  mine.store(parts.sums + index * S::VDIM, rows, values.step, 32 * warp, lane);
+}
+
+}  // namespace cuda
+}  // namespace kvq
