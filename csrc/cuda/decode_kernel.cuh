@@ -191,16 +191,17 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (warp < exact_steps)
       share.start(a, b, h, first_row, warp * parts.packed + blockIdx.y, exact_memory, lane);
   using Source = TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM>;
+  uint32_t address = shared_address(mine);
   auto start_keys = [&](const Source &source, int tile) {
-    if (tile < stop) source.start_keys(tile, mine, lane);
+    if (tile < stop) source.start_keys(tile, address, lane);
     commit_copies();
   };
   auto start_values = [&](const Source &source, int tile) {
-    if (tile < stop) source.start_values(tile, mine, lane);
+    if (tile < stop) source.start_values(tile, address, lane);
     commit_copies();
   };
   {
-    Source source(a, b, h);
+    Source source(a, b, h, lane);
     start_keys(source, tile), start_values(source, tile);
   }
   allow_later_launch();
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   if constexpr (!S::EXACT_APART)
     if (warp < exact_steps)
       share.attend(a, parts, b, h, first_row, warp * parts.packed + blockIdx.y, WARPS * parts.packed, lane);
-  Source source(a, b, h);  // made again: exact tokens need the registers
+  Source source(a, b, h, lane);  // made again: exact tokens need the registers
   typename S::Packed packed;
   packed.clear();
   packed.load_queries(bytes, info, g, c);

@@ -122,12 +122,11 @@ struct PackedWarp {
 #pragma unroll
     for (int quad = 0; quad < Q::QUADS; quad++) {
       Planes<KBITS> planes = key_planes(sign, mag, 4 * quad + c);
-      uint32_t s[4];
-      planes.selectors(s);
+      Selectors s = planes.selectors(table);
 #pragma unroll
       for (int phase = 0; phase < 4; phase++) {
         const uint32_t (&a)[4] = query[4 * quad + phase];
-        planes.bytes(table, s[phase], phase, b0, b1);
+        planes.bytes(table, s.low(phase), s.high(phase), phase, b0, b1);
         mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, acc);
       }
     }
@@ -135,7 +134,8 @@ struct PackedWarp {
     for (int word = 4 * Q::QUADS; word < L::WORDS; word++) {
       Planes<KBITS> planes = key_planes(sign, mag, word);
       const uint32_t (&a)[4] = query[word];
-      planes.bytes(table, planes.selector(c), c, b0, b1);
+      uint32_t s = planes.selector(c);
+      planes.bytes(table, s, s >> 16, c, b0, b1);
       mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, acc);
     }
   }
@@ -150,8 +150,8 @@ struct PackedWarp {
       int acc[4];
       multiply_keys(tile, table, 4 * eight + k, g, c, acc);
       float2 scale = __half22float2(*(const __half2 *)&pairs[k]);
-      x[2 * k] = (float)(256 * acc[0] + acc[2] + row.half_sum) * scale.x;
-      x[2 * k + 1] = (float)(256 * acc[1] + acc[3] + row.half_sum) * scale.y;
+      x[2 * k] = (float)((int)table.limb * acc[0] + acc[2] + row.half_sum) * scale.x;
+      x[2 * k + 1] = (float)((int)table.limb * acc[1] + acc[3] + row.half_sum) * scale.y;
     }
   }
 
@@ -220,7 +220,7 @@ struct PackedWarp {
   __device__ __forceinline__ void add_values(const uint32_t *sign, const uint32_t *mag, const ByteTable &table,
                                              const uint32_t (&weight)[LIMBS][4][2], int first) {
     Planes<VBITS> planes[2 * PAIRS];
-    uint32_t s[2 * PAIRS][4];
+    Selectors s[2 * PAIRS];
 #pragma unroll
     for (int plane = 0; plane < VBITS; plane++) {
       const uint32_t *from = plane ? mag + (plane - 1) * VDIM : sign;
@@ -233,14 +233,15 @@ struct PackedWarp {
       for (int i = 0; i < 2 * PAIRS; i++) (plane ? planes[i].mag[plane ? plane - 1 : 0] : planes[i].sign) = words[i];
     }
 #pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) planes[i].selectors(s[i]);
+    for (int i = 0; i < 2 * PAIRS; i++) s[i] = planes[i].selectors(table);
 #pragma unroll
     for (int phase = 0; phase < 4; phase++)
 #pragma unroll
       for (int pair = 0; pair < PAIRS; pair++) {
         uint32_t x0, x1, y0, y1;
-        planes[2 * pair].bytes(table, s[2 * pair][phase], phase, x0, x1);
-        planes[2 * pair + 1].bytes(table, s[2 * pair + 1][phase], phase, y0, y1);
+        const Selectors &first_of = s[2 * pair], &second = s[2 * pair + 1];
+        planes[2 * pair].bytes(table, first_of.low(phase), first_of.high(phase), phase, x0, x1);
+        planes[2 * pair + 1].bytes(table, second.low(phase), second.high(phase), phase, y0, y1);
 #pragma unroll
         for (int l = 0; l < LIMBS; l++) {
           int (&to)[4] = out[l][first + pair];

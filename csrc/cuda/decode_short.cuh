@@ -156,9 +156,10 @@ __global__ void __launch_bounds__(THREADS, 3)
   float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
   float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
   if (warp < count) {
-    TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h);
-    source.start_keys(first + warp, tiles + warp * S::Tile::SIZE, lane);
-    source.start_values(first + warp, tiles + warp * S::Tile::SIZE, lane);
+    TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, lane);
+    uint32_t to = shared_address(tiles + warp * S::Tile::SIZE);
+    source.start_keys(first + warp, to, lane);
+    source.start_values(first + warp, to, lane);
   }
   commit_copies();
   allow_later_launch();

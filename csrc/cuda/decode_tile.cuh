@@ -45,56 +45,53 @@ struct TileLayout {  // all in words
 // One (sequence, head) of the stores, and the copies of its tiles by a warp: 16 bytes a lane and instruction.
 template <class L, int KBITS, int VBITS, int VDIM>
 struct TileSource {
-  const uint32_t *key_sign, *key_mag, *value_sign, *value_mag;
-  const uint16_t *key_scale, *value_scale;
-  int num_blocks;  // that hold tokens
+  const char *key_sign, *key_mag, *value_sign, *value_mag, *key_scale, *value_scale;  // of this lane
+  int num_blocks;                                                                     // that hold tokens
 
-  __device__ __forceinline__ TileSource(const DecodeArgs &a, int b, int h) {
+  __device__ __forceinline__ TileSource(const DecodeArgs &a, int b, int h, int lane) {
     const StoreArgs &k = a.keys, &v = a.values;
-    key_sign = k.sign + (int64_t)b * k.sign_stride[0] + (int64_t)h * k.sign_stride[1];
-    key_mag = k.mag + (int64_t)b * k.mag_stride[0] + (int64_t)h * k.mag_stride[1];
-    key_scale = k.scale + (int64_t)b * k.scale_stride[0] + (int64_t)h * k.scale_stride[1];
-    value_sign = v.sign + (int64_t)b * v.sign_stride[0] + (int64_t)h * v.sign_stride[1];
-    value_mag = v.mag + (int64_t)b * v.mag_stride[0] + (int64_t)h * v.mag_stride[1];
-    value_scale = v.scale + (int64_t)b * v.scale_stride[0] + (int64_t)h * v.scale_stride[1];
+    auto of = [=](const auto *data, const int *stride) {
+      return (const char *)(data + (int64_t)b * stride[0] + (int64_t)h * stride[1]) + 16 * lane;
+    };
+    key_sign = of(k.sign, k.sign_stride), key_mag = of(k.mag, k.mag_stride), key_scale = of(k.scale, k.scale_stride);
+    value_sign = of(v.sign, v.sign_stride), value_mag = of(v.mag, v.mag_stride);
+    value_scale = of(v.scale, v.scale_stride);
     num_blocks = (a.length + BLOCK_LEN - 1) / BLOCK_LEN;
   }
 
-  // Up to four blocks of WORDS words each; to(block) is a place in words.
+  // Up to four blocks of WORDS words each from `from` to `shared` + to(block), a place in words.
   template <int WORDS, class Place>
-  static __device__ __forceinline__ void copy_blocks(const uint32_t *from, uint32_t *shared, Place to, int blocks,
+  static __device__ __forceinline__ void copy_blocks(const char *from, uint32_t shared, Place to, int blocks,
                                                      int lane) {
-    constexpr int UNITS = WORDS / 4;
-    if constexpr (UNITS % 32 == 0) {
+    constexpr int UNITS = WORDS / 4, EACH = UNITS / 32;
+    if (UNITS % 32 == 0 && blocks == TILE_BLOCKS) {
 #pragma unroll
-      for (int block = 0; block < TILE_BLOCKS; block++)
-        if (block < blocks)
-#pragma unroll
-          for (int i = 0; i < UNITS / 32; i++)
-            start_copy(shared + to(block) + 4 * (lane + 32 * i), from + block * WORDS + 4 * (lane + 32 * i));
+      for (int i = 0; i < TILE_BLOCKS * EACH; i++)
+        start_copy(shared + 4 * to(i / EACH) + 512 * (i % EACH) + 16 * lane, from + 512 * i);
     } else {
+#pragma unroll 1
       for (int i = lane; i < blocks * UNITS; i += 32)
-        start_copy(shared + to(i / UNITS) + 4 * (i % UNITS), from + 4 * i);
+        start_copy(shared + 4 * to(i / UNITS) + 16 * (i % UNITS), from + 16 * (i - lane));
     }
   }
-  static __device__ __forceinline__ void copy_scales(const uint16_t *from, uint32_t *shared, int blocks, int lane) {
-    if (lane < 4 * blocks) start_copy(shared + 4 * lane, from + 8 * lane);
+  static __device__ __forceinline__ void copy_scales(const char *from, uint32_t shared, int blocks, int lane) {
+    if (lane < 4 * blocks) start_copy(shared + 16 * lane, from);
   }
 
-  // Start the copies of a tile's keys or values; the caller commits them.
-  __device__ __forceinline__ void start_keys(int tile, uint32_t *shared, int lane) const {
-    int64_t first = (int64_t)tile * TILE_LEN;
+  // Start the copies of a tile's keys or values to an address in shared memory; the caller commits them.
+  __device__ __forceinline__ void start_keys(int tile, uint32_t shared, int lane) const {
+    constexpr int SIGN = BLOCK_LEN * L::WORDS, MAG = BLOCK_LEN * L::MAG_STRIDE;
     int blocks = min(num_blocks - tile * TILE_BLOCKS, TILE_BLOCKS);
-    copy_blocks<BLOCK_LEN * L::WORDS>(key_sign + first * L::WORDS, shared, L::key_sign, blocks, lane);
-    copy_blocks<BLOCK_LEN * L::MAG_STRIDE>(key_mag + first * L::MAG_STRIDE, shared, L::key_mag, blocks, lane);
-    copy_scales(key_scale + first, shared + L::KEY_SCALE, blocks, lane);
+    copy_blocks<SIGN>(key_sign + (int64_t)tile * (16 * SIGN), shared, L::key_sign, blocks, lane);
+    copy_blocks<MAG>(key_mag + (int64_t)tile * (16 * MAG), shared, L::key_mag, blocks, lane);
+    copy_scales(key_scale + (int64_t)tile * (2 * TILE_LEN), shared + 4 * L::KEY_SCALE, blocks, lane);
   }
-  __device__ __forceinline__ void start_values(int tile, uint32_t *shared, int lane) const {
-    int64_t first = (int64_t)tile * TILE_BLOCKS * VDIM;
+  __device__ __forceinline__ void start_values(int tile, uint32_t shared, int lane) const {
+    constexpr int MAG = (VBITS - 1) * VDIM;
     int blocks = min(num_blocks - tile * TILE_BLOCKS, TILE_BLOCKS);
-    copy_blocks<VDIM>(value_sign + first, shared, L::value_sign, blocks, lane);
-    copy_blocks<(VBITS - 1) * VDIM>(value_mag + first * (VBITS - 1), shared, L::value_mag, blocks, lane);
-    copy_scales(value_scale + (int64_t)tile * TILE_LEN, shared + L::VALUE_SCALE, blocks, lane);
+    copy_blocks<VDIM>(value_sign + (int64_t)tile * (16 * VDIM), shared, L::value_sign, blocks, lane);
+    copy_blocks<MAG>(value_mag + (int64_t)tile * (16 * MAG), shared, L::value_mag, blocks, lane);
+    copy_scales(value_scale + (int64_t)tile * (2 * TILE_LEN), shared + 4 * L::VALUE_SCALE, blocks, lane);
   }
 };
 

@@ -66,10 +66,11 @@ __device__ __forceinline__ float fast_exp2(float x) {
 
 // Copies of 16 bytes from global to shared memory that do not wait; a lane waits for its own with wait_copies, others'
 // need __syncwarp after that. Copies issued since the last commit_copies form one group.
-__device__ __forceinline__ void start_copy(void *to, const void *from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from)
-               : "memory");
+__device__ __forceinline__ void start_copy(uint32_t to, const void *from) {  // an address in shared memory
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void start_copy(void *to, const void *from) { start_copy(shared_address(to), from); }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {  // until at most PENDING groups are under way
