@@ -121,8 +121,7 @@ __device__ __forceinline__ void merge_warps(const Parts &parts, const Warp &pack
   constexpr int LIMBS = S::OCT ? 1 : 2, COLUMNS = S::VDIM / 4;
   __shared__ float2 state[WARPS][S::NUM_ROWS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
-  float sum = packed.sum + __shfl_xor_sync(~0u, packed.sum, 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
+  float sum = packed.row_sum();
   if (c == 0 && g < S::NUM_ROWS) state[warp][g] = make_float2(packed.top, sum / packed.one());
   __syncthreads();
   auto top_of = [&](int row) {
@@ -222,7 +221,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   int row = g & (S::NUM_ROWS - 1);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
   for (; tile < stop; tile += WARPS) {
-    float x[BLOCK_LEN];
+    float x[S::Packed::TOKENS];
     wait_copies<1>();
     __syncwarp();
     packed.scores(mine, keys, g, c, x);

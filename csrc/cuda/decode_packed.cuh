@@ -8,7 +8,8 @@
 // The column of a score in lane (g, c) is a token of block c, so the lane that computes a weight is the one that feeds
 // it to the second product. Weights times scales are 15-bit integers, again multiplied byte by byte. With at most four
 // rows a row is held twice (rows g and g + 4): columns 0 .. 3 of the sums belong to upper bytes and 4 .. 7 to lower
-// ones. With up to eight rows (OCT) upper and lower bytes are multiplied in turn.
+// ones; of the softmax each of the two lanes does one half of a block, and they exchange bytes. With up to eight rows
+// (OCT) upper and lower bytes are multiplied in turn.
 #pragma once
 
 #include "decode_tile.cuh"
@@ -57,10 +58,10 @@ __device__ __forceinline__ float soft_capped(float x, float cap) {
   return cap * LOG2E * (1.0f - __fdividef(2.0f, 1.0f + fast_exp2(__fdividef(2.0f * x, cap))));
 }
 
-// Fractions that are added before a weight is cut to an integer, spread evenly over the tokens of a block, so that
+// Fractions that are added before a weight is cut to an integer, spread evenly over `count` tokens, so that
 // weights below one unit are lost on none but counted on some: sums stay unbiased.
-__host__ __device__ constexpr float fraction_of(int token) {
-  return (float)((token * 79 + 39) % 128) / 128.0f;  // 79 / 128 is next to the golden ratio
+__host__ __device__ constexpr float fraction_of(int token, int count) {
+  return ((float)(token * 11 % count) + 0.5f) / (float)count;
 }
 
 // SUMMED: dims of the values that this warp sums.
@@ -69,10 +70,11 @@ struct PackedWarp {
   using L = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Q = QueryMap<DIM>;
   static constexpr int CHUNKS = SUMMED / 32, REST = SUMMED % 32 / 16, MTILES = SUMMED / 16, LIMBS = OCT ? 2 : 1;
+  static constexpr int TOKENS = OCT ? BLOCK_LEN : BLOCK_LEN / 2;  // of a block, whose softmax a lane does
 
   uint32_t query[L::WORDS][4];  // A fragments of every step
   RowInfo row;
-  float top, sum;  // maximum (log2) of row g; sum of its weights over the tokens of lane c, in units of the integers
+  float top, sum;  // maximum (log2) of row g; sum of its weights over this lane's tokens, in units of the integers
   float unit;      // values' scales are at most this
   float shift;     // bias - top + exponent_of_one()
   int out[LIMBS][MTILES][4];  // sums of integer weights times values' bytes
@@ -155,11 +157,31 @@ struct PackedWarp {
     }
   }
 
-  // Of the 32 tokens of block c.
+  // First of this lane's tokens in its block.
+  static __device__ __forceinline__ int first_token(int g) { return OCT ? 0 : g / 4 * TOKENS; }
+
+  // Of this lane's tokens of block c.
   __device__ __forceinline__ void scores(const uint32_t *tile, const ByteTable &table, int g, int c,
-                                         float (&x)[BLOCK_LEN]) const {
+                                         float (&x)[TOKENS]) const {
+    if constexpr (OCT) {
 #pragma unroll
-    for (int eight = 0; eight < BLOCK_LEN / 8; eight++) eight_scores(tile, table, eight, g, c, x + 8 * eight);
+      for (int eight = 0; eight < BLOCK_LEN / 8; eight++) eight_scores(tile, table, eight, g, c, x + 8 * eight);
+    } else {
+      const uint4 *scales = (const uint4 *)(tile + L::KEY_SCALE + (c * BLOCK_LEN + first_token(g)) / 2);
+#pragma unroll
+      for (int i = 0; i < TOKENS / 2; i++) {
+        int first[4], second[4];  // of the two halves
+        multiply_keys(tile, table, i, g, c, first);
+        multiply_keys(tile, table, i + TOKENS / 2, g, c, second);
+        uint4 four = scales[i / 4];
+        const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
+        float2 scale = __half22float2(*(const __half2 *)&pairs[i % 4]);
+        int limb = (int)table.limb, n0 = limb * first[0] + first[2], n1 = limb * first[1] + first[3];
+        int m0 = limb * second[0] + second[2], m1 = limb * second[1] + second[3];
+        x[2 * i] = (float)((g < 4 ? n0 : m0) + row.half_sum) * scale.x;
+        x[2 * i + 1] = (float)((g < 4 ? n1 : m1) + row.half_sum) * scale.y;
+      }
+    }
   }
 
   // Takes the tile's maximum and largest scale where they are higher, and scales what was summed before.
@@ -168,6 +190,7 @@ struct PackedWarp {
     float before = unit;
     if (scale_top > unit) unit = UNIT_SLACK * scale_top;
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    if (!OCT) most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
     most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), top);
     float keep = fast_exp2(top - most) * (before / unit);
     top = most, sum *= keep, shift = row.bias - top + exponent_of_one();
@@ -189,30 +212,38 @@ struct PackedWarp {
 
   // Scores times `factor` plus `offset` to weights times scales, as bytes of B fragments: weight[.][phase] holds codes
   // n = 0 .. 3 and 4 .. 7. The float 2 ** 15 + w has w's whole part in bits 8 to 22: its limbs are two bytes.
-  __device__ __forceinline__ void weights(const float (&x)[BLOCK_LEN], const uint32_t (&scale)[BLOCK_LEN / 2],
-                                          float factor, float offset, int g, uint32_t (&weight)[LIMBS][4][2]) {
-    float y[BLOCK_LEN];
+  __device__ __forceinline__ void weights(const float (&x)[TOKENS], const uint32_t (&scale)[TOKENS / 2], float factor,
+                                          float offset, int g, uint32_t (&weight)[LIMBS][4][2]) {
+    float y[TOKENS];
 #pragma unroll
-    for (int i = 0; i < BLOCK_LEN / 2; i++) {
+    for (int i = 0; i < TOKENS / 2; i++) {
       float2 s = __half22float2(*(const __half2 *)&scale[i]);
       float p0 = fast_exp2(fmaf(x[2 * i], factor, offset)), p1 = fast_exp2(fmaf(x[2 * i + 1], factor, offset));
       sum += p0 + p1;
-      y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i));
-      y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1));
+      y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, TOKENS));
+      y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, TOKENS));
     }
+    const uint32_t upper = 0x0062u, lower = 0x0051u;  // byte 2 of two words, byte 1
 #pragma unroll
-    for (int l = 0; l < LIMBS; l++) {
-      const uint32_t two = limb_of_two(l, g);
-#pragma unroll
-      for (int phase = 0; phase < 4; phase++)
+    for (int phase = 0; phase < 4; phase++)
+      if constexpr (OCT) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float *from = y + 16 * h + phase;
-          uint32_t low = permute_bytes(__float_as_uint(from[0]), __float_as_uint(from[4]), two);
-          uint32_t high = permute_bytes(__float_as_uint(from[8]), __float_as_uint(from[12]), two);
-          weight[l][phase][h] = permute_bytes(low, high, 0x5410u);
+          weight[0][phase][h] = four_bytes(y + 16 * h + phase, upper);
+          weight[1][phase][h] = four_bytes(y + 16 * h + phase, lower);
         }
-    }
+      } else {
+        uint32_t own = four_bytes(y + phase, g < 4 ? upper : lower);
+        uint32_t other = __shfl_xor_sync(~0u, four_bytes(y + phase, g < 4 ? lower : upper), 16);
+        weight[0][phase][0] = g < 4 ? own : other, weight[0][phase][1] = g < 4 ? other : own;
+      }
+  }
+
+  // One byte each of x [0], [4], [8] and [12]; `two` selects it from two words.
+  static __device__ __forceinline__ uint32_t four_bytes(const float *x, uint32_t two) {
+    uint32_t low = permute_bytes(__float_as_uint(x[0]), __float_as_uint(x[4]), two);
+    uint32_t high = permute_bytes(__float_as_uint(x[8]), __float_as_uint(x[12]), two);
+    return permute_bytes(low, high, 0x5410u);
   }
 
   // The sums take in the values of 16 * PAIRS dims of block c, 2 * PAIRS words a lane.
@@ -281,6 +312,13 @@ struct PackedWarp {
     return m / 2 < CHUNKS ? 32 * (m / 2) + 4 * g + 2 * (m % 2) + i : 32 * CHUNKS + 2 * g + i;
   }
 
+  // Row g's sum over all of the warp's tokens.
+  __device__ __forceinline__ float row_sum() const {
+    float all = sum + __shfl_xor_sync(~0u, sum, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    return OCT ? all : all + __shfl_xor_sync(~0u, all, 16);
+  }
+
   // What a weight of one is in units of the integers, and its logarithm.
   __device__ __forceinline__ float one() const { return fast_exp2(WEIGHT_TOP_LOG2) / unit; }
   __device__ __forceinline__ float exponent_of_one() const { return WEIGHT_TOP_LOG2 - __log2f(unit); }
@@ -314,28 +352,28 @@ struct PackedWarp {
   }
 
   // The values of a tile whose scores are x; `first` is its first token.
-  __device__ __forceinline__ void add_tile(const uint32_t *tile, const ByteTable &values, float (&x)[BLOCK_LEN],
-                                           int first, int start, int stop, float softcap, const RowMask &mask, int g,
+  __device__ __forceinline__ void add_tile(const uint32_t *tile, const ByteTable &values, float (&x)[TOKENS], int first, int start, int stop, float softcap, const RowMask &mask, int g,
                                            int c) {
-    uint32_t scale[BLOCK_LEN / 2];
-    const uint4 *from = (const uint4 *)(tile + L::VALUE_SCALE + c * BLOCK_LEN / 2);
+    int here = c * BLOCK_LEN + first_token(g);
+    uint32_t scale[TOKENS / 2];
+    const uint4 *from = (const uint4 *)(tile + L::VALUE_SCALE + here / 2);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < TOKENS / 8; i++) {
       uint4 v = from[i];
       scale[4 * i] = v.x, scale[4 * i + 1] = v.y, scale[4 * i + 2] = v.z, scale[4 * i + 3] = v.w;
     }
     float factor = row.factor, bias = row.bias;
     bool restricted = softcap > 0 || mask.data || first < start || first + TILE_LEN > stop;
     if (__builtin_expect(restricted, 0)) {
-      restrict_scores(x, scale, first + c * BLOCK_LEN, start, stop, softcap, mask);
+      restrict_scores(x, scale, first + here, start, stop, softcap, mask);
       factor = 1, bias = 0;
     }
     float most = x[0];
     __half2 scale_top = *(const __half2 *)&scale[0];
 #pragma unroll
-    for (int i = 1; i < BLOCK_LEN / 2; i++) scale_top = __hmax2(scale_top, *(const __half2 *)&scale[i]);
+    for (int i = 1; i < TOKENS / 2; i++) scale_top = __hmax2(scale_top, *(const __half2 *)&scale[i]);
 #pragma unroll
-    for (int t = 1; t < BLOCK_LEN; t++) most = fmaxf(most, x[t]);
+    for (int t = 1; t < TOKENS; t++) most = fmaxf(most, x[t]);
     most = fmaf(most, factor, bias);
     float scale_most = fmaxf(__low2float(scale_top), __high2float(scale_top));
     if (__builtin_expect(__any_sync(~0u, most > top + SLACK || scale_most > unit), 0)) raise(most, scale_most, c);

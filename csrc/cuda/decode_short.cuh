@@ -75,8 +75,8 @@ struct ShortWarp {
           float2 s = __half22float2(*(const __half2 *)&scale[j][i]);
           float p0 = fast_exp2(x[j][2 * i] + offset), p1 = fast_exp2(x[j][2 * i + 1] + offset);
           sum += p0 + p1;
-          y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(EIGHT * warp + 2 * i));
-          y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(EIGHT * warp + 2 * i + 1));
+          y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, EIGHT));
+          y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, EIGHT));
         }
 #pragma unroll
         for (int l = 0; l < Packed::LIMBS; l++)
