@@ -6,25 +6,12 @@
 #pragma once
 
 #include "kvq/layout.h"
-#include "mma.cuh"
+#include "decode_asm.cuh"
 
 namespace kvq {
 namespace cuda {
 
 constexpr uint32_t NIBBLES = 0x11111111u;
-
-// (x & mask) | (y & ~mask) in one instruction.
-__device__ __forceinline__ uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) {
-  uint32_t r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(x), "r"(y), "r"(mask));
-  return r;
-}
-
-__device__ __forceinline__ uint64_t wide_product(uint32_t x, uint32_t y) {
-  uint64_t r;
-  asm("mul.wide.u32 %0, %1, %2;" : "=l"(r) : "r"(x), "r"(y));
-  return r;
-}
 
 // Bytes of the codebook of `bits` bits, and the step; made by a whole warp from the levels that its lanes read before.
 struct ByteTable {

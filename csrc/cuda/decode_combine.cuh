@@ -26,24 +26,14 @@ struct Parts {
   }
 };
 
-__device__ __forceinline__ float warp_max(float x) {
-  for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
-  return x;
+__device__ __forceinline__ float warp_max(float x) {  // not of NaN
+  int ordered = __float_as_int(x);
+  ordered = __reduce_max_sync(~0u, ordered ^ (ordered >> 31 & 0x7fffffff));
+  return __int_as_float(ordered ^ (ordered >> 31 & 0x7fffffff));
 }
 __device__ __forceinline__ float warp_sum(float x) {
   for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
   return x;
-}
-
-template <class T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
 }
 
 // What of a row's end does not depend on the parts, loaded while they are still being made, and that end itself, by one
@@ -131,6 +121,7 @@ __global__ void __launch_bounds__(NUM_THREADS)
   extern __shared__ float weights[];
   constexpr int COLUMNS = VDIM / 4, LANES = NUM_THREADS / COLUMNS, AHEAD = NUM_THREADS / 32, EACH = 2;
   __shared__ __align__(16) float partial[LANES][2][VDIM], y[VDIM];
+  __shared__ float2 totals;  // of all weights, of packed parts'
   int rows = a.rows, bh = blockIdx.x / rows, row = blockIdx.x - bh * rows, t = threadIdx.x, count = parts.count();
   int b = bh / a.heads, h = bh - b * a.heads, column = t % COLUMNS, lane = t / COLUMNS, in_warp = t % 32;
   QueryPlace place(a, b, h, row);
@@ -167,12 +158,14 @@ __global__ void __launch_bounds__(NUM_THREADS)
   __syncwarp();
   if (lane < LANES) {
     float4 both[2] = {};
+    auto add_to = [&](float4 &sum, float w, float4 x) {
+      sum.x += w * x.x, sum.y += w * x.y, sum.z += w * x.z, sum.w += w * x.w;
+    };
     auto add = [&](int p, float4 x) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float w = (p >= parts.packed) == e ? weight[p] : 0;
-        both[e].x += w * x.x, both[e].y += w * x.y, both[e].z += w * x.z, both[e].w += w * x.w;
-      }
+      if (p < parts.packed)
+        add_to(both[0], weight[p], x);
+      else
+        add_to(both[1], weight[p], x);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
@@ -182,10 +175,13 @@ __global__ void __launch_bounds__(NUM_THREADS)
       add(p, *(const float4 *)(sums + (int64_t)p * rows * VDIM));
     *(float4 *)&partial[lane][0][4 * column] = both[0], *(float4 *)&partial[lane][1][4 * column] = both[1];
   }
+  if (t / 32 == 1) {
+    all = warp_sum(all), packed = warp_sum(packed);
+    if (in_warp == 0) totals = make_float2(all, packed);
+  }
   __syncthreads();
   if (t >= 32) return;
-  all = warp_sum(all);
-  if (a.values.centre) packed = warp_sum(packed);
+  all = totals.x, packed = totals.y;
   if (a.sink_logits) all += fast_exp2(sink - most);
   float turned[RowEnd<T, VDIM>::N], exact[RowEnd<T, VDIM>::N];
   end.add_lanes(turned, partial[0][0], LANES, t);

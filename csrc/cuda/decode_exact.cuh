@@ -7,20 +7,26 @@
 
 #include "decode_packed.cuh"
 #include "halves.cuh"
+#include "tiles_asm.cuh"
 
 namespace kvq {
 namespace cuda {
 
 constexpr int EXACT_STEP = 16;
 
+// `keys` [16][KEY_ROW] and `values` [16][VALUE_ROW] are this warp's, in shared memory, 8 elements of a row against bank
+// conflicts.
 template <class T, int DIM, int VDIM>
 struct ExactWarp {
-  static constexpr int VALUE_ROW = VDIM + 8, MTILES = VDIM / 16, STEPS = DIM / 16;  // 8 elements against bank conflicts
-  static constexpr int BYTES = EXACT_STEP * VALUE_ROW * sizeof(T);                  // of shared memory
+  static constexpr int KEY_ROW = DIM + 8, VALUE_ROW = VDIM + 8, MTILES = VDIM / 16, STEPS = DIM / 16;
+  static constexpr int BYTES = EXACT_STEP * (KEY_ROW + VALUE_ROW) * (int)sizeof(T);
 
+  T *keys, *values;
   float top, sum;
   float out[MTILES][4];
-  uint32_t query[STEPS][2], key[2][STEPS][2];
+
+  __device__ __forceinline__ explicit ExactWarp(void *memory)
+      : keys((T *)memory), values(keys + EXACT_STEP * KEY_ROW) {}
 
   __device__ __forceinline__ void clear() {
     top = NO_SCORE, sum = 0;
@@ -28,46 +34,43 @@ struct ExactWarp {
     for (int m = 0; m < MTILES; m++) out[m][0] = out[m][1] = out[m][2] = out[m][3] = 0;
   }
 
-  // Fragments of one row (a query, a key; zero if null): elements 16 s + 2c, 2c + 1 and 8 further on.
-  static __device__ __forceinline__ void load_row(uint32_t (&to)[STEPS][2], const T *row, int c) {
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      to[s][0] = row ? ((const uint32_t *)row)[8 * s + c] : 0;
-      to[s][1] = row ? ((const uint32_t *)row)[8 * s + 4 + c] : 0;
-    }
-  }
-
-  // Starts the loads of tokens first .. first + 16: keys to registers, values to shared memory as one group of copies.
-  // Missing tokens are zero.
-  __device__ __forceinline__ void start(const DecodeArgs &a, int b, int h, int first, T *shared, int lane) {
-    const DenseArgs &k = a.exact_keys, &v = a.exact_values;
-    const T *keys = (const T *)k.data + (int64_t)b * k.stride[0] + (int64_t)h * k.stride[1];
-    const T *values = (const T *)v.data + (int64_t)b * v.stride[0] + (int64_t)h * v.stride[1];
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      int token = first + 8 * n + (lane >> 2);
-      load_row(key[n], token < a.exact_len ? keys + (int64_t)token * k.stride[2] : nullptr, lane & 3);
-    }
-    constexpr int UNITS = VDIM / 8;
+  // Starts the copies of tokens first .. first + 16 as one group; missing ones are zero.
+  template <int WIDTH>
+  static __device__ __forceinline__ void start(T *shared, const DenseArgs &x, int b, int h, int first, int stop,
+                                               int lane) {
+    constexpr int UNITS = WIDTH / 8;
+    const T *from = (const T *)x.data + (int64_t)b * x.stride[0] + (int64_t)h * x.stride[1];
 #pragma unroll
     for (int i = lane; i < EXACT_STEP * UNITS; i += 32) {
-      int token = i / UNITS, at = 8 * (i % UNITS);
-      if (first + token < a.exact_len)
-        start_copy(shared + token * VALUE_ROW + at, values + (int64_t)(first + token) * v.stride[2] + at);
-      else
-        *(uint4 *)(shared + token * VALUE_ROW + at) = make_uint4(0, 0, 0, 0);
+      int token = i / UNITS, at = 8 * (i % UNITS), last = min(first + token, stop - 1);
+      start_copy(shared + token * (WIDTH + 8) + at, from + (int64_t)last * x.stride[2] + at, first + token < stop);
     }
     commit_copies();
   }
+  __device__ __forceinline__ void start_keys(const DecodeArgs &a, int b, int h, int step, int lane) const {
+    start<DIM>(keys, a.exact_keys, b, h, step * EXACT_STEP, a.exact_len, lane);
+  }
+  __device__ __forceinline__ void start_values(const DecodeArgs &a, int b, int h, int step, int lane) const {
+    start<VDIM>(values, a.exact_values, b, h, step * EXACT_STEP, a.exact_len, lane);
+  }
+
+  // Products of the queries [ROWS][KEY_ROW] with the keys.
+  __device__ __forceinline__ void scores(const T *queries, float (&x)[2][4], int lane) const {
+    const T *from = keys + ((lane & 7) + 8 * (lane >> 4)) * KEY_ROW + 8 * ((lane >> 3) & 1);
+    const uint32_t *query = (const uint32_t *)(queries + (lane >> 2) * KEY_ROW) + (lane & 3);
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+      uint32_t key[4];
+      load_straight(key, from + 16 * s);
+#pragma unroll
+      for (int n = 0; n < 2; n++) mma_half<T>(x[n], query[8 * s], 0, query[8 * s + 4], 0, key[2 * n], key[2 * n + 1]);
+    }
+  }
 
   // Weights of tokens 8 n + 2c and the next as B fragments, rounded, and what rounding left over; raises the maximum.
-  __device__ __forceinline__ void weights(const DecodeArgs &a, const RowMask &mask, int first, int c, float &keep,
-                                          uint32_t (&upper)[2], uint32_t (&lower)[2]) {
-    float x[2][4] = {}, most = top;
-#pragma unroll
-    for (int s = 0; s < STEPS; s++)
-#pragma unroll
-      for (int n = 0; n < 2; n++) mma_half<T>(x[n], query[s][0], 0, query[s][1], 0, key[n][s][0], key[n][s][1]);
+  __device__ __forceinline__ void weights(const DecodeArgs &a, const RowMask &mask, int first, int c, float (&x)[2][4],
+                                          float &keep, uint32_t (&upper)[2], uint32_t (&lower)[2]) {
+    float most = top;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int token = first + 8 * (i / 2) + 2 * c + i % 2;
@@ -94,9 +97,9 @@ struct ExactWarp {
     }
   }
 
-  __device__ __forceinline__ void add_values(const T *shared, float keep, const uint32_t (&upper)[2],
-                                             const uint32_t (&lower)[2], int lane) {
-    const T *from = shared + ((lane & 7) + 8 * (lane >> 4)) * VALUE_ROW + 8 * ((lane >> 3) & 1);
+  __device__ __forceinline__ void add_values(float keep, const uint32_t (&upper)[2], const uint32_t (&lower)[2],
+                                             int lane) {
+    const T *from = values + ((lane & 7) + 8 * (lane >> 4)) * VALUE_ROW + 8 * ((lane >> 3) & 1);
     int c = lane & 3;
     float keep0 = __shfl_sync(~0u, keep, 8 * c), keep1 = __shfl_sync(~0u, keep, 8 * c + 4);
 #pragma unroll

@@ -1,6 +1,7 @@
 // The decode kernel. Grid: (sequence and head, parts, block of rows). A part is a few steps of exact tokens and a run
-// of tiles of packed ones; its warps take them in turn, exact ones first: they are asked for before any tile. A warp copies its own tiles and never waits for another inside the loop: while it sums the values of a tile,
-// the keys of its next one are on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all
+// of tiles of packed ones; its warps take them in turn, exact ones first, which are asked for before any tile. A warp
+// copies its own tiles and never waits for another inside the loop: while it sums the values of a tile, the keys of its
+// next one are on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all
 // registers, were faster than three or four, and tiles of 128 tokens faster than of 32.
 #pragma once
 
@@ -12,80 +13,80 @@ namespace cuda {
 template <int KBITS_, int VBITS_, int DIM_, int VDIM_, bool OCT_>
 struct DecodeShape {
   static constexpr int KBITS = KBITS_, VBITS = VBITS_, DIM = DIM_, VDIM = VDIM_, NUM_ROWS = OCT_ ? 8 : 4;
-  static constexpr bool OCT = OCT_, EXACT_APART = VDIM > 128;  // exact tokens in CTAs of their own: with wide sums both
-                                                               // do not fit into the registers
+  static constexpr bool OCT = OCT_, EXACT_APART = DIM > 128;  // exact tokens in CTAs of their own: both do not fit
   static constexpr bool SHORT = VDIM <= 32 * WARPS && VDIM % 32 == 0;  // whether there is a kernel of short contexts
   using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
-  // Shared memory in bytes: tiles (sums of the warps afterwards), bytes of the queries, one row a warp, row infos.
-  // Exact parts: values of every warp.
+  // Shared memory in bytes: tiles (sums of the warps afterwards; exact tokens in CTAs that have no others), the
+  // queries, exact tokens.
   static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
-  static constexpr int QUERIES = TILES > MERGED ? TILES : MERGED, ROW = QUERIES + 2 * ROWS * QueryMap<DIM>::ROW_BYTES;
-  static constexpr int INFO = ROW + 4 * WARPS * DIM, PACKED = INFO + ROWS * (int)sizeof(RowInfo);
-  static constexpr int EXACT = EXACT_APART ? 0 : PACKED, EXACT_WARP = 2 * EXACT_STEP * (VDIM + 8);
-  static constexpr int EXACT_END = EXACT + WARPS * EXACT_WARP, SIZE = PACKED > EXACT_END ? PACKED : EXACT_END;
-  static constexpr int SHORT_SIZE = PACKED > WARPS * EXACT_WARP ? PACKED : WARPS * EXACT_WARP;  // of short_kernel
+  static constexpr int EXACT_WARP = 2 * EXACT_STEP * (DIM + 8 + VDIM + 8), ALL_EXACT = WARPS * EXACT_WARP;
+  static constexpr int QUERIES = larger(larger(TILES, MERGED), ALL_EXACT), EXACT = QUERIES + Queries<DIM>::BYTES;
+  static constexpr int SHORT_SIZE = EXACT, SIZE = EXACT_APART ? EXACT : EXACT + ALL_EXACT;
 };
 
-// A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one. Made in two steps,
-// so that what the first of them reads is on its way early; BEHIND groups of copies may have been started since.
+// A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one. Its first copies
+// are started ahead of its work; BEHIND groups of copies may have been started since.
 template <class T, class S, int BEHIND>
-struct ExactShare {
+__device__ __forceinline__ void attend_exact(ExactWarp<T, S::DIM, S::VDIM> &warp, const DecodeArgs &a,
+                                             const Parts &parts, const T *queries, int b, int h, int first_row,
+                                             int part, int stride, int lane) {
   using Exact = ExactWarp<T, S::DIM, S::VDIM>;
-  Exact warp;
-  T *shared;
-  bool valid;
-
-  __device__ __forceinline__ void start(const DecodeArgs &a, int b, int h, int first_row, int part, T *memory,
-                                        int lane) {
-    int g = lane >> 2;
-    valid = g < S::NUM_ROWS && first_row + g < a.rows, shared = memory;
-    warp.load_row(warp.query, valid ? query_of<T>(a, b, h, first_row + g) : nullptr, lane & 3);
-    warp.start(a, b, h, part * EXACT_STEP, shared, lane);
+  int g = lane >> 2, c = lane & 3;
+  bool valid = g < S::NUM_ROWS && first_row + g < a.rows;
+  RowMask mask = mask_of_row(a, b, h, first_row + (valid ? g : 0));
+  warp.clear();
+  auto wait = [&](bool first) {  // for the group before the last one, and before those started since
+    if (first)
+      wait_copies<BEHIND + 1>();
+    else
+      wait_copies<1>();
+    __syncwarp();
+  };
+  for (int step = part; step < parts.exact_steps; step += stride) {
+    float keep, x[2][4] = {};
+    uint32_t upper[2], lower[2];
+    wait(step == part);
+    warp.scores(queries, x, lane);
+    __syncwarp();
+    if (step + stride < parts.exact_steps)
+      warp.start_keys(a, b, h, step + stride, lane);
+    else
+      commit_copies();
+    warp.weights(a, mask, step * EXACT_STEP, c, x, keep, upper, lower);
+    wait(step == part);
+    warp.add_values(keep, upper, lower, lane);
+    __syncwarp();
+    if (step + stride < parts.exact_steps) warp.start_values(a, b, h, step + stride, lane);
   }
-
-  __device__ __forceinline__ void attend(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
-                                         int part, int stride, int lane) {
-    int g = lane >> 2, c = lane & 3;
-    RowMask mask = mask_of_row(a, b, h, first_row + (valid ? g : 0));
-    warp.clear();
-    for (int step = part; step < parts.exact_steps; step += stride) {
-      if (step > part) warp.start(a, b, h, step * EXACT_STEP, shared, lane);
-      float keep;
-      uint32_t upper[2], lower[2];
-      warp.weights(a, mask, step * EXACT_STEP, c, keep, upper, lower);
-      if (step > part)
-        wait_copies<0>();
-      else
-        wait_copies<BEHIND>();
-      __syncwarp();
-      warp.add_values(shared, keep, upper, lower, lane);
-      __syncwarp();
-    }
-    int64_t index = parts.index(b * a.heads + h, parts.packed + part, a.rows) + first_row;
-    float sum = warp.sum + __shfl_xor_sync(~0u, warp.sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (c == 0 && valid) parts.state[index + g] = make_float2(warp.top, sum);
+  int64_t index = parts.index(b * a.heads + h, parts.packed + part, a.rows) + first_row;
+  float sum = warp.sum + __shfl_xor_sync(~0u, warp.sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  if (c == 0 && valid) parts.state[index + g] = make_float2(warp.top, sum);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int to = 2 * c + i % 2;
-      if (to < S::NUM_ROWS && first_row + to < a.rows)
+  for (int i = 0; i < 4; i++) {
+    int to = 2 * c + i % 2;
+    if (to < S::NUM_ROWS && first_row + to < a.rows)
 #pragma unroll
-        for (int m = 0; m < Exact::MTILES; m++)
-          parts.sums[(index + to) * S::VDIM + Exact::dim_of(m, i / 2, g)] = warp.out[m][i];
-    }
+      for (int m = 0; m < Exact::MTILES; m++)
+        parts.sums[(index + to) * S::VDIM + Exact::dim_of(m, i / 2, g)] = warp.out[m][i];
   }
-};
+}
 
 // The CTAs of exact tokens alone, a share a warp.
 template <class T, class S>
-__device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Parts &parts, int b, int h, int first_row,
-                                                   T *memory, int warp, int lane) {
-  int part = (blockIdx.y - parts.packed) * WARPS + warp;
-  if (part >= parts.exact) return;
-  ExactShare<T, S, 0> share;
-  share.start(a, b, h, first_row, part, memory + warp * (S::EXACT_WARP / sizeof(T)), lane);
-  share.attend(a, parts, b, h, first_row, part, parts.exact, lane);
+__device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Parts &parts, char *memory, int b, int h,
+                                                   int first_row, int rows) {
+  T *queries = (T *)Queries<S::DIM>(memory + S::QUERIES).raw;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = (blockIdx.y - parts.packed) * WARPS + warp;
+  ExactWarp<T, S::DIM, S::VDIM> mine(memory + warp * S::EXACT_WARP);
+  if (part < parts.exact) mine.start_keys(a, b, h, part, lane), mine.start_values(a, b, h, part, lane);
+  for (int row = warp; row < rows; row += WARPS) {
+    const uint32_t *from = (const uint32_t *)query_of<T>(a, b, h, first_row + row);
+    for (int i = lane; i < S::DIM / 2; i += 32) ((uint32_t *)(queries + row * (S::DIM + 8)))[i] = from[i];
+  }
+  __syncthreads();
+  if (part < parts.exact) attend_exact<T, S, 0>(mine, a, parts, queries, b, h, first_row, part, parts.exact, lane);
 }
 
 // Sums of a lane in floats, for weights relative to the CTA's maximum: columns 2c and 2c + 1 of the products to
@@ -164,33 +165,13 @@ __global__ void __launch_bounds__(THREADS, 2)
   int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   int rows = min(a.rows - first_row, S::NUM_ROWS);
-  uint32_t *mine = (uint32_t *)memory + warp * S::Tile::SIZE;
-  T *exact_memory = (T *)(memory + S::EXACT + warp * S::EXACT_WARP);
-  char *bytes = memory + S::QUERIES;
-  float *row_memory = (float *)(memory + S::ROW) + warp * S::DIM;
-  RowInfo *info = (RowInfo *)(memory + S::INFO);
-  fetch_parameters(a), fetch_parameters(parts);
-  wait_for_earlier_launches();
-  if constexpr (S::EXACT_APART) {
-    if (blockIdx.y >= parts.packed) {
-      attend_exact_apart<T, S>(a, parts, b, h, first_row, (T *)(memory + S::EXACT), warp, lane);
-      return;
-    }
-  }
+  uint32_t *mine = (uint32_t *)memory + warp * S::Tile::SIZE, address = shared_address(mine);
+  Queries<S::DIM> queries(memory + S::QUERIES);
   int exact_steps = S::EXACT_APART ? 0 : (parts.exact_steps + parts.packed - 1 - (int)blockIdx.y) / parts.packed;
   int tile = parts.tile(blockIdx.y) + (warp - exact_steps & WARPS - 1), stop = parts.tile(blockIdx.y + 1);
-
-  // Loads that the first steps wait for go first; the tiles' fill the queues of the memory.
   QueryRows<T, S::DIM> query;
-  query.load(a, b, h, first_row + warp, warp < rows, lane);
-  float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
-  float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
-  ExactShare<T, S, 2> share;
-  if constexpr (!S::EXACT_APART)
-    if (warp < exact_steps)
-      share.start(a, b, h, first_row, warp * parts.packed + blockIdx.y, exact_memory, lane);
+  query.place(a, b, h, first_row + warp, warp < rows, lane);
   using Source = TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM>;
-  uint32_t address = shared_address(mine);
   auto start_keys = [&](const Source &source, int tile) {
     if (tile < stop) source.start_keys(tile, address, lane);
     commit_copies();
@@ -199,25 +180,42 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (tile < stop) source.start_values(tile, address, lane);
     commit_copies();
   };
+  ExactWarp<T, S::DIM, S::VDIM> exact(memory + S::EXACT + warp * S::EXACT_WARP);
+  float key_level, value_level;
   {
     Source source(a, b, h, lane);
+    source.hold(), fetch_parameters(a), fetch_parameters(parts);
+    wait_for_earlier_launches();
+    if constexpr (S::EXACT_APART)
+      if (blockIdx.y >= parts.packed) return attend_exact_apart<T, S>(a, parts, memory, b, h, first_row, rows);
+
+    // Loads that the first steps wait for go first; the tiles' fill the queues of the memory.
+    query.load(a, lane);
+    key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
+    value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
+    if (!S::EXACT_APART && warp < exact_steps) {
+      exact.start_keys(a, b, h, warp * parts.packed + blockIdx.y, lane);
+      exact.start_values(a, b, h, warp * parts.packed + blockIdx.y, lane);
+    }
     start_keys(source, tile), start_values(source, tile);
   }
   allow_later_launch();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
-  query.store(a, keys.step, warp, row_memory, bytes, info, lane);
+  query.store(a, keys.step, warp, warp, queries, lane);
   if constexpr (S::OCT) {
-    query.load(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
-    query.store(a, keys.step, warp + WARPS, row_memory, bytes, info, lane);
+    query.place(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
+    query.load(a, lane);
+    query.store(a, keys.step, warp + WARPS, warp, queries, lane);
   }
   __syncthreads();
-  if constexpr (!S::EXACT_APART)
-    if (warp < exact_steps)
-      share.attend(a, parts, b, h, first_row, warp * parts.packed + blockIdx.y, WARPS * parts.packed, lane);
+  if (!S::EXACT_APART && warp < exact_steps)
+    attend_exact<T, S, 2>(exact, a, parts, (const T *)queries.raw, b, h, first_row, warp * parts.packed + blockIdx.y,
+                          WARPS * parts.packed, lane);
   Source source(a, b, h, lane);  // made again: exact tokens need the registers
+  source.hold();
   typename S::Packed packed;
   packed.clear();
-  packed.load_queries(bytes, info, g, c);
+  packed.load_queries(queries.bytes, queries.info, g, c);
   int row = g & (S::NUM_ROWS - 1);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
   for (; tile < stop; tile += WARPS) {
@@ -225,6 +223,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     wait_copies<1>();
     __syncwarp();
     packed.scores(mine, keys, g, c, x);
+    __syncwarp();
     start_keys(source, tile + WARPS);
     wait_copies<1>();
     __syncwarp();

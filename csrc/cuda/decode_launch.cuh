@@ -10,27 +10,17 @@ namespace cuda {
 
 constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
 constexpr int SHORT_TILES = WARPS;   // at most, of a CTA whose warps work on them together
-constexpr int MANY_BYTES = 32 << 10;  // of shared memory: more, with what a kernel has beside it, is to be asked for
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
 
 template <class T, class S>
 struct DecodeLaunch {
-  template <class Kernel>
-  static int count_blocks(Kernel kernel, int bytes) {
-    int device = 0, processors = 1, each = 1;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, THREADS, bytes);
-    return processors * (each > 0 ? each : 1);
-  }
   // CTAs of the card that run at the same time; all cards of a machine are taken to be alike.
   static int blocks_at_once() {
-    static int blocks = count_blocks(decode_kernel<T, S>, S::SIZE);
+    static int blocks = count_at_once(decode_kernel<T, S>, THREADS, S::SIZE);
     return blocks;
   }
   static int short_blocks_at_once() {
-    static int blocks = count_blocks(short_kernel<T, S>, S::SHORT_SIZE);
+    static int blocks = count_at_once(short_kernel<T, S>, THREADS, S::SHORT_SIZE);
     return blocks;
   }
 
@@ -84,28 +74,13 @@ struct DecodeLaunch {
     DecodeArgs args;
     to_args(a, args);
     if constexpr (S::SHORT)
-      if (parts.together) launch_early(short_kernel<T, S>, grid, THREADS, S::SHORT_SIZE, args, parts, stream);
-    if (!parts.together) launch_early(decode_kernel<T, S>, grid, THREADS, S::SIZE, args, parts, stream);
+      if (parts.together) launch_early(short_kernel<T, S>, grid, THREADS, S::SHORT_SIZE, stream, args, parts);
+    if (!parts.together) launch_early(decode_kernel<T, S>, grid, THREADS, S::SIZE, stream, args, parts);
     int64_t rows = a.batch * a.heads * a.rows;
     if (rows < MANY_ROWS)
-      launch_early(combine_kernel<T, S::VDIM, 256>, dim3((unsigned)rows), 256, 32 * parts.count(), args, parts, stream);
+      launch_early(combine_kernel<T, S::VDIM, 256>, dim3((unsigned)rows), 256, 32 * parts.count(), stream, args, parts);
     else
-      launch_early(combine_kernel<T, S::VDIM, 128>, dim3((unsigned)rows), 128, 16 * parts.count(), args, parts, stream);
-  }
-
-  // A multiprocessor with room for it prepares what it needs while what came before ends.
-  template <class Kernel>
-  static void launch_early(Kernel kernel, dim3 grid, int threads, int bytes, const DecodeArgs &args, const Parts &parts,
-                           cudaStream_t stream) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
-    config.dynamicSmemBytes = (size_t)bytes, config.stream = stream;
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &early, config.numAttrs = 1;
-    if (bytes > MANY_BYTES) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    cudaLaunchKernelEx(&config, kernel, args, parts);
+      launch_early(combine_kernel<T, S::VDIM, 128>, dim3((unsigned)rows), 128, 16 * parts.count(), stream, args, parts);
   }
 };
 

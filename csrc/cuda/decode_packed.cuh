@@ -303,7 +303,8 @@ struct PackedWarp {
     for (int l = 0; l < LIMBS; l++) {
       uint32_t sum = total[l] + __shfl_xor_sync(~0u, total[l], 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      half[l][0] = 0.5f * (float)__shfl_sync(~0u, sum, 8 * c), half[l][1] = 0.5f * (float)__shfl_sync(~0u, sum, 8 * c + 4);
+      half[l][0] = 0.5f * (float)__shfl_sync(~0u, sum, 8 * c),
+      half[l][1] = 0.5f * (float)__shfl_sync(~0u, sum, 8 * c + 4);
     }
   }
 
@@ -325,8 +326,8 @@ struct PackedWarp {
 
   // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. `here` is the first of N.
   template <int N>
-  __device__ __forceinline__ void restrict_scores(float (&x)[N], uint32_t (&scale)[N / 2], int here, int start, int stop,
-                                                  float softcap, const RowMask &mask) const {
+  __device__ __forceinline__ void restrict_scores(float (&x)[N], uint32_t (&scale)[N / 2], int here, int start,
+                                                  int stop, float softcap, const RowMask &mask) const {
 #pragma unroll
     for (int t = 0; t < N; t++) x[t] = fmaf(x[t], row.factor, row.bias);
     if (softcap > 0)
@@ -340,8 +341,7 @@ struct PackedWarp {
         for (int t = 0; t < N; t++) x[t] = data[min(t, last) * mask.stride] ? x[t] : -INFINITY;
       else
 #pragma unroll
-        for (int t = 0; t < N; t++)
-          x[t] = fmaf(*(const float *)(data + min(t, last) * mask.stride), LOG2E, x[t]);
+        for (int t = 0; t < N; t++) x[t] = fmaf(*(const float *)(data + min(t, last) * mask.stride), LOG2E, x[t]);
     }
 #pragma unroll
     for (int t = 0; t < N; t++) {
@@ -352,8 +352,8 @@ struct PackedWarp {
   }
 
   // The values of a tile whose scores are x; `first` is its first token.
-  __device__ __forceinline__ void add_tile(const uint32_t *tile, const ByteTable &values, float (&x)[TOKENS], int first, int start, int stop, float softcap, const RowMask &mask, int g,
-                                           int c) {
+  __device__ __forceinline__ void add_tile(const uint32_t *tile, const ByteTable &values, float (&x)[TOKENS], int first,
+                                           int start, int stop, float softcap, const RowMask &mask, int g, int c) {
     int here = c * BLOCK_LEN + first_token(g);
     uint32_t scale[TOKENS / 2];
     const uint4 *from = (const uint4 *)(tile + L::VALUE_SCALE + here / 2);

@@ -19,6 +19,17 @@ __device__ __forceinline__ float to_float<__nv_bfloat16>(__nv_bfloat16 x) {
   return __bfloat162float(x);
 }
 
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
 // N words at an address that is a multiple of their size.
 template <int N, class From>
 __device__ __forceinline__ void load_words(uint32_t (&to)[N], const From *from) {
@@ -93,13 +104,27 @@ __device__ __forceinline__ void store_row(const float (&x)[N], int first, int st
   if (lane == 0) info[place] = {most * (1.0f / QUERY_TOP) * step * scale, bias * scale, total / 2};
 }
 
-// Rows first_row + warp, + WARPS, .. by their warps: bytes [2 limbs][ROWS][ROW_BYTES] and `info` [ROWS] of the CTA; `x`
-// [DIM] is this warp's. A row beyond the last is zero.
-// `load` leaves what it reads as it is, so that other loads may follow before it has arrived.
+// The queries of a CTA in shared memory: bytes [2 limbs][ROWS][ROW_BYTES], a row of floats a warp to rotate it in, what
+// rows are besides their bytes, and the rows as they came, [ROWS][DIM + 8] against bank conflicts.
+template <int DIM>
+struct Queries {
+  static constexpr int ROW = 2 * ROWS * QueryMap<DIM>::ROW_BYTES, INFO = ROW + 4 * WARPS * DIM;
+  static constexpr int RAW = INFO + ROWS * (int)sizeof(RowInfo), BYTES = RAW + 2 * ROWS * (DIM + 8);
+  char *bytes;
+  float *rows;
+  RowInfo *info;
+  void *raw;
+  __device__ __forceinline__ explicit Queries(char *memory)
+      : bytes(memory), rows((float *)(memory + ROW)), info((RowInfo *)(memory + INFO)), raw(memory + RAW) {}
+};
+
+// One row of queries and its way to the bytes, by a warp; a row beyond the last is zero. `load` leaves what it reads as
+// it is, so that other loads may follow before it has arrived.
 template <class T, int DIM>
 struct QueryRows {
   static constexpr int N = (DIM + 31) / 32;
   static constexpr bool IN_REGISTERS = DIM == 32 * fixed::largest_power(N) && DIM >= 64;
+  const T *from;
   const float *centre, *balance;
   fixed::WarpRotation<IN_REGISTERS ? N : 2> rotation;
   float c[N], b[N];
@@ -108,50 +133,63 @@ struct QueryRows {
   bool valid;
 
   static __device__ __forceinline__ int dim_of(int i, int lane) { return IN_REGISTERS ? N * lane + i : lane + 32 * i; }
+  static __device__ __forceinline__ bool in_row(int i, int lane) { return DIM % 32 == 0 || dim_of(i, lane) < DIM; }
 
-  __device__ __forceinline__ void load(const DecodeArgs &a, int sequence, int h, int row, bool is_valid, int lane) {
+  __device__ __forceinline__ void place(const DecodeArgs &a, int sequence, int h, int row, bool is_valid, int lane) {
     const StoreArgs &k = a.keys;
+    int first = IN_REGISTERS ? N * lane : 0;
     valid = is_valid;
-    centre = k.centre ? k.centre + (int64_t)sequence * k.centre_stride[0] + h * k.centre_stride[1] : nullptr;
-    balance = k.balance ? k.balance + (int64_t)sequence * k.balance_stride[0] + h * k.balance_stride[1] : nullptr;
-    const T *from = query_of<T>(a, sequence, h, valid ? row : 0);
+    from = query_of<T>(a, sequence, h, valid ? row : 0) + first;
+    centre = k.centre + (int64_t)sequence * k.centre_stride[0] + h * k.centre_stride[1] + first;
+    balance = k.balance + (int64_t)sequence * k.balance_stride[0] + h * k.balance_stride[1] + first;
+    hold(from), hold(centre), hold(balance);
+  }
+
+  __device__ __forceinline__ void load(const DecodeArgs &a, int lane) {
+    const StoreArgs &k = a.keys;
     if constexpr (IN_REGISTERS) {
-      load_words(pair, from + N * lane);
+      load_words(pair, from);
       if (!k.rotation.matrix) rotation.load(k.rotation, false, lane);
-      if (centre) fixed::load_floats(c, centre + N * lane);
-      if (balance) fixed::load_floats(b, balance + N * lane);
+      if (k.centre) fixed::load_floats(c, centre);
+      if (k.balance) fixed::load_floats(b, balance);
     } else {
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        int d = DIM % 32 == 0 || dim_of(i, lane) < DIM ? dim_of(i, lane) : 0;
-        element[i] = from[d], c[i] = centre ? centre[d] : 0, b[i] = balance ? balance[d] : 1;
+        int d = in_row(i, lane) ? dim_of(i, lane) : 0;
+        element[i] = from[d], c[i] = k.centre ? centre[d] : 0, b[i] = k.balance ? balance[d] : 1;
       }
     }
   }
 
-  // The row, and its product with the centre over this lane's coordinates.
-  __device__ __forceinline__ float balanced(float (&q)[N], int lane) const {
+  // The row in floats, also as it came to `raw`.
+  __device__ __forceinline__ void read(float (&q)[N], T *raw, int lane) {
+    if constexpr (IN_REGISTERS) {
 #pragma unroll
-    for (int i = 0; i < N; i++)
-      if constexpr (IN_REGISTERS) {
+      for (int i = 0; i < N; i += 2) {
+        pair[i / 2] = valid ? pair[i / 2] : 0;
         float2 two = floats_of_pair<T>(pair[i / 2]);
-        q[i] = !valid ? 0 : i % 2 ? two.y : two.x;
-      } else {
-        q[i] = valid && (DIM % 32 == 0 || dim_of(i, lane) < DIM) ? to_float<T>(element[i]) : 0;
+        q[i] = two.x, q[i + 1] = two.y;
       }
-    float bias = 0;
-    if (centre)
+      store_words(raw + N * lane, pair);
+    } else {
 #pragma unroll
-      for (int i = 0; i < N; i++) bias = fmaf(q[i], c[i], bias);
-    if (balance)
-#pragma unroll
-      for (int i = 0; i < N; i++) q[i] *= b[i];
-    return bias;
+      for (int i = 0; i < N; i++) {
+        q[i] = valid && in_row(i, lane) ? to_float<T>(element[i]) : 0;
+        if (in_row(i, lane)) raw[dim_of(i, lane)] = valid ? element[i] : from_float<T>(0);
+      }
+    }
   }
 
-  __device__ __forceinline__ void store(const DecodeArgs &a, float step, int place, float *x, char *bytes,
-                                        RowInfo *info, int lane) {
-    float q[N], bias = balanced(q, lane);
+  __device__ __forceinline__ void store(const DecodeArgs &a, float step, int place, int warp,
+                                        const Queries<DIM> &queries, int lane) {
+    float q[N], bias = 0, *x = queries.rows + warp * DIM;
+    read(q, (T *)queries.raw + place * (DIM + 8), lane);
+    if (a.keys.centre)
+#pragma unroll
+      for (int i = 0; i < N; i++) bias = fmaf(q[i], c[i], bias);
+    if (a.keys.balance)
+#pragma unroll
+      for (int i = 0; i < N; i++) q[i] *= b[i];
     const Rotation &r = a.keys.rotation;
     bool turned = false;
     if constexpr (IN_REGISTERS)
@@ -159,15 +197,15 @@ struct QueryRows {
     if (!turned) {
 #pragma unroll
       for (int i = 0; i < N; i++)
-        if (DIM % 32 == 0 || dim_of(i, lane) < DIM) x[dim_of(i, lane)] = q[i];
+        if (in_row(i, lane)) x[dim_of(i, lane)] = q[i];
       __syncwarp();
       fixed::rotate_row<DIM>(x, r, false, lane);
 #pragma unroll
-      for (int i = 0; i < N; i++) q[i] = DIM % 32 == 0 || dim_of(i, lane) < DIM ? x[dim_of(i, lane)] : 0;
+      for (int i = 0; i < N; i++) q[i] = in_row(i, lane) ? x[dim_of(i, lane)] : 0;
       __syncwarp();
     }
     constexpr int STRIDE = IN_REGISTERS ? 1 : 32;
-    store_row<DIM>(q, dim_of(0, lane), STRIDE, bias, a.scale * LOG2E, step, place, bytes, info, lane);
+    store_row<DIM>(q, dim_of(0, lane), STRIDE, bias, a.scale * LOG2E, step, place, queries.bytes, queries.info, lane);
   }
 };
 

@@ -82,8 +82,8 @@ struct ShortWarp {
         for (int l = 0; l < Packed::LIMBS; l++)
 #pragma unroll
           for (int phase = 0; phase < 4; phase++) {  // bytes n = 2 (warp % 2) and the next of half warp / 2
-            uint32_t two = permute_bytes(__float_as_uint(y[phase]), __float_as_uint(y[phase + 4]),
-                                         Packed::limb_of_two(l, g));
+            uint32_t two =
+                permute_bytes(__float_as_uint(y[phase]), __float_as_uint(y[phase + 4]), Packed::limb_of_two(l, g));
             ((uint16_t *)&all.weight[j][l][phase][lane])[warp] = (uint16_t)two;
           }
       }
@@ -140,40 +140,35 @@ __global__ void __launch_bounds__(THREADS, 3)
   int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   int rows = min(a.rows - first_row, S::NUM_ROWS);
-  fetch_parameters(a), fetch_parameters(parts);
+  uint32_t *tiles = (uint32_t *)memory, to = shared_address(tiles + warp * S::Tile::SIZE);
+  Queries<S::DIM> queries(memory + S::QUERIES);
+  int first = parts.tile(blockIdx.y), count = parts.tile(blockIdx.y + 1) - first;
+  QueryRows<T, S::DIM> query;
+  query.place(a, b, h, first_row + warp, warp < rows, lane);
+  TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, lane);
+  source.hold(), fetch_parameters(a), fetch_parameters(parts);
   wait_for_earlier_launches();
   if (blockIdx.y >= parts.packed) {
     allow_later_launch();
-    attend_exact_apart<T, S>(a, parts, b, h, first_row, (T *)memory, warp, lane);
-    return;
+    return attend_exact_apart<T, S>(a, parts, memory, b, h, first_row, rows);
   }
-  uint32_t *tiles = (uint32_t *)memory;
-  char *bytes = memory + S::QUERIES;
-  RowInfo *info = (RowInfo *)(memory + S::INFO);
-  int first = parts.tile(blockIdx.y), count = parts.tile(blockIdx.y + 1) - first;
-  QueryRows<T, S::DIM> query;
-  query.load(a, b, h, first_row + warp, warp < rows, lane);
+  query.load(a, lane);
   float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
   float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
-  if (warp < count) {
-    TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, lane);
-    uint32_t to = shared_address(tiles + warp * S::Tile::SIZE);
-    source.start_keys(first + warp, to, lane);
-    source.start_values(first + warp, to, lane);
-  }
+  if (warp < count) source.start_keys(first + warp, to, lane), source.start_values(first + warp, to, lane);
   commit_copies();
   allow_later_launch();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
-  float *row_memory = (float *)(memory + S::ROW) + warp * S::DIM;
-  query.store(a, keys.step, warp, row_memory, bytes, info, lane);
+  query.store(a, keys.step, warp, warp, queries, lane);
   if constexpr (S::OCT) {
-    query.load(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
-    query.store(a, keys.step, warp + WARPS, row_memory, bytes, info, lane);
+    query.place(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
+    query.load(a, lane);
+    query.store(a, keys.step, warp + WARPS, warp, queries, lane);
   }
   wait_copies<0>();
   __syncthreads();
   ShortWarp<S> mine;
-  mine.packed.load_queries(bytes, info, g, c);
+  mine.packed.load_queries(queries.bytes, queries.info, g, c);
   int row = g & (S::NUM_ROWS - 1);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
 #pragma unroll

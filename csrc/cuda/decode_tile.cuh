@@ -11,6 +11,8 @@ namespace kvq {
 namespace cuda {
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
+__host__ __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
+
 constexpr int TILE_BLOCKS = 4, TILE_LEN = TILE_BLOCKS * BLOCK_LEN;
 
 // Padding of block i, in units of 4 words, so that eight lanes of two tokens (`stride` words apart) and four blocks
@@ -58,6 +60,11 @@ struct TileSource {
     value_scale = of(v.scale, v.scale_stride);
     num_blocks = (a.length + BLOCK_LEN - 1) / BLOCK_LEN;
   }
+  // Has the addresses ready here.
+  __device__ __forceinline__ void hold() {
+    cuda::hold(key_sign), cuda::hold(key_mag), cuda::hold(key_scale);
+    cuda::hold(value_sign), cuda::hold(value_mag), cuda::hold(value_scale);
+  }
 
   // Up to four blocks of WORDS words each from `from` to `shared` + to(block), a place in words.
   template <int WORDS, class Place>
@@ -82,16 +89,16 @@ struct TileSource {
   __device__ __forceinline__ void start_keys(int tile, uint32_t shared, int lane) const {
     constexpr int SIGN = BLOCK_LEN * L::WORDS, MAG = BLOCK_LEN * L::MAG_STRIDE;
     int blocks = min(num_blocks - tile * TILE_BLOCKS, TILE_BLOCKS);
-    copy_blocks<SIGN>(key_sign + (int64_t)tile * (16 * SIGN), shared, L::key_sign, blocks, lane);
-    copy_blocks<MAG>(key_mag + (int64_t)tile * (16 * MAG), shared, L::key_mag, blocks, lane);
-    copy_scales(key_scale + (int64_t)tile * (2 * TILE_LEN), shared + 4 * L::KEY_SCALE, blocks, lane);
+    copy_blocks<SIGN>(advanced(key_sign, tile, 16 * SIGN), shared, L::key_sign, blocks, lane);
+    copy_blocks<MAG>(advanced(key_mag, tile, 16 * MAG), shared, L::key_mag, blocks, lane);
+    copy_scales(advanced(key_scale, tile, 2 * TILE_LEN), shared + 4 * L::KEY_SCALE, blocks, lane);
   }
   __device__ __forceinline__ void start_values(int tile, uint32_t shared, int lane) const {
     constexpr int MAG = (VBITS - 1) * VDIM;
     int blocks = min(num_blocks - tile * TILE_BLOCKS, TILE_BLOCKS);
-    copy_blocks<VDIM>(value_sign + (int64_t)tile * (16 * VDIM), shared, L::value_sign, blocks, lane);
-    copy_blocks<MAG>(value_mag + (int64_t)tile * (16 * MAG), shared, L::value_mag, blocks, lane);
-    copy_scales(value_scale + (int64_t)tile * (2 * TILE_LEN), shared + 4 * L::VALUE_SCALE, blocks, lane);
+    copy_blocks<VDIM>(advanced(value_sign, tile, 16 * VDIM), shared, L::value_sign, blocks, lane);
+    copy_blocks<MAG>(advanced(value_mag, tile, 16 * MAG), shared, L::value_mag, blocks, lane);
+    copy_scales(advanced(value_scale, tile, 2 * TILE_LEN), shared + 4 * L::VALUE_SCALE, blocks, lane);
   }
 };
 

@@ -1,5 +1,4 @@
 // Instructions that CUDA C++ has no name for. Fragment maps, with lane = 4 g + c:
-//   m16n8k32 int8   A: row g | g+8, k = 4c .. 4c+3 | 16+4c ..   B: column g, same k    C: row g | g+8, columns 2c, 2c+1
 //   m16n8k16 half   A: row g | g+8, k = 2c, 2c+1 | 2c+8, 2c+9   B: column g, same k    C: as above
 #pragma once
 
@@ -15,20 +14,6 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
   uint32_t r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
   return r;
-}
-
-// d = a . b + c of signed bytes; with UNSIGNED, b holds unsigned ones.
-template <bool UNSIGNED>
-__device__ __forceinline__ void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                         uint32_t b1, const int (&c)[4]) {
-  if constexpr (UNSIGNED)
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
-  else
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
 template <class Half>
@@ -62,41 +47,6 @@ __device__ __forceinline__ float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// Copies of 16 bytes from global to shared memory that do not wait; a lane waits for its own with wait_copies, others'
-// need __syncwarp after that. Copies issued since the last commit_copies form one group.
-__device__ __forceinline__ void start_copy(uint32_t to, const void *from) {  // an address in shared memory
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void start_copy(void *to, const void *from) { start_copy(shared_address(to), from); }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() {  // until at most PENDING groups are under way
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// A launch that may start before the one ahead of it has ended waits for all that came before, and may let the next one
-// start early in its turn, once its own wait is over. What an earlier launch has written is not to be read by __ldg,
-// which the compiler may move ahead of the wait.
-__device__ __forceinline__ void wait_for_earlier_launches() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void allow_later_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Brings the parameters of a launch, which are cold, one word of every 64 bytes.
-template <class Parameters>
-__device__ __forceinline__ void fetch_parameters(const Parameters &parameters) {
-  const int *word = (const int *)&parameters;
-#pragma unroll
-  for (int i = 0; i < (int)sizeof(Parameters) / 4; i += 16) asm volatile("" ::"r"(word[i]));
 }
 
 }  // namespace cuda

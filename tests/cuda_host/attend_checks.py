@@ -13,6 +13,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}  # 
 PLAIN = dict(shared=False, mask="", softcap=0.0, sink_logits=False, start=0)
 SCORE_CASES = [case for case in CASES if all(getattr(case, name) == value for name, value in PLAIN.items())]
 MASK = 5  # place of the argument of attend
+# What the kernels for few rows answer, in short contexts, whose warps share tiles, and in long ones.
+FEW_ROWS = "T1 T33 T128 T4097 G1 G3 G8 G16 M2 M5 mask-bool mask-float mask-dead start softcap sink-logits no-sinks only-sinks"
+FEW_ROWS += " no-exact only-exact nothing long-exact batch3 bits22 bits44 rotation-dense rotation-none strided plain"
+FEW_ROW_DIMS = {64: torch.bfloat16, 80: torch.float16, 128: torch.bfloat16, 192: torch.float16, 256: torch.float16}
+FEW_ROW_CASES = [
+    dataclasses.replace(case, name=f"{case.name}-D{dim}", dim=dim, value_dim=128 if dim == 192 else 0, dtype=dtype)
+    for dim, dtype in FEW_ROW_DIMS.items()
+    for case in CASES
+    if case.name in (FEW_ROWS.split() if dim == 128 else "T33 T4097 G8 mask-bool only-exact".split())
+]
 
 
 def named(case: Case) -> str:
@@ -98,6 +108,17 @@ def check_against_float64(ops, device, arguments, tolerance):
     out, lse = run_attend(ops, device, arguments, expected.shape)
     assert_close(out, lse, expected, expected_lse, tolerance)
     return out, lse
+
+
+def check_few_rows(ops, device, case):
+    """As ``check_attend``, of an output in the queries' dtype: only then the kernels for few rows answer."""
+    arguments = problem(case)[0]
+    expected, expected_lse = attend64(*arguments)
+    out, lse = run_attend(ops, device, arguments, expected.shape, case.dtype)
+    rounding = relative_error(expected.to(case.dtype), expected)
+    assert_close(out, lse, expected, expected_lse, tolerance_of(case) + rounding)
+    if case.mask == "dead" and not case.sink_logits:
+        assert (lse[:, :, 0] == -torch.inf).all() and (out[:, :, 0] == 0).all()
 
 
 def check_scores_and_sums(ops, device, case):

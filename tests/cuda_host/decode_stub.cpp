@@ -3,9 +3,7 @@
 namespace kvq {
 namespace cuda {
 
-bool decode_fits(const Attention &) { return false; }
-int64_t decode_scratch_bytes(const Attention &) { return 0; }
-void launch_decode(const Attention &, void *, cudaStream_t) {}
+int64_t decode_96(Action, const Attention &, void *, cudaStream_t) { return 0; }
 
 }  // namespace cuda
 }  // namespace kvq

@@ -1,9 +1,9 @@
 """Builds the CUDA library for the emulator: every op of it registered for the CPU, as namespace ``torch_kvq_emulated``.
 
-Sources are copied to a build folder with four changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
-__shared__`` arrays point into its memory, ops are registered for the CPU, and scratch is limited to 512 KB, so that small
-problems are done in parts too. A header that lies next to this file takes
-the place of the one of the same name in ``csrc/cuda``.
+Sources are copied to a build folder with five changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
+__shared__`` arrays point into its memory, ops are registered for the CPU, scratch is limited to 512 KB, so that small
+problems are done in parts too, and the kernels of attend for few rows answer only where ``KVQ_EMULATE_FEW_ROWS`` is set,
+else the tiles. A header that lies next to this file takes the place of the one of the same name in ``csrc/cuda``.
 """
 
 import fcntl
@@ -28,9 +28,11 @@ FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -fno-threadsafe-statics -w".sp
 CUDA_INCLUDE = Path("/usr/local/cuda/include")
 FOLDER = ROOT / "build" / "kvq_emulated"
 
-# All but the kernels of attend for few rows, so that the tiles answer every problem.
 OPS = "attend qk pv prepare finish rotate encode encode_64 encode_128 encode_256 decode merge".split()
+OPS += "decode_attend decode_64 decode_80 decode_128 decode_192 decode_256".split()  # for few rows
 PREFIXES = ("tiles", "sparse")
+
+FEW_ROWS = "bool decode_fits(const Attention &a) {"
 
 _LAUNCH = re.compile(r"([A-Za-z_]\w*(?:<[^;{}()]*?>)?)<<<([^;]*?)>>>\(")
 _SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
@@ -54,6 +56,7 @@ def translated(text: str) -> str:
     text = _LAUNCH.sub(r"emulated::Launch(\2).of(\1)(", text)
     text = _SHARED.sub(r"\1 *\2 = (\1 *)emulated::block.shared;", text)
     text = text.replace("SCRATCH_BYTES = 512 << 20", "SCRATCH_BYTES = 512 << 10")
+    text = text.replace(FEW_ROWS, FEW_ROWS + '\n  if (!getenv("KVQ_EMULATE_FEW_ROWS")) return false;')
     return text.replace("STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m)", f"STABLE_TORCH_LIBRARY_IMPL({NAMESPACE}, CPU, m)")
 
 

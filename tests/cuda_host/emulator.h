@@ -175,6 +175,15 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return value;
 }
 
+inline int __reduce_max_sync(unsigned mask, int value) {
+  return (int)(__reduce_max_sync(mask, (unsigned)value ^ 0x80000000u) ^ 0x80000000u);
+}
+template <class T>
+T __reduce_add_sync(unsigned, T value) {
+  for (int step = 1; step < emulated::WARP; step *= 2) value += emulated::shuffle(value, emulated::thread->lane ^ step);
+  return value;
+}
+
 template <class T>
 T atomicAdd(T *to, T value) {
   T before = *to;
@@ -219,6 +228,12 @@ inline uint32_t __float_as_uint(float x) {
 inline float __int_as_float(int x) { return __uint_as_float((uint32_t)x); }
 inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
+inline unsigned __float2uint_rn(float x) { return (unsigned)nearbyintf(x); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, int by) { return (uint32_t)(((uint64_t)high << 32 | low) >> by); }
+inline uint32_t __dp4a(uint32_t x, uint32_t y, uint32_t sum) {
+  for (int i = 0; i < 32; i += 8) sum += (x >> i & 255) * (y >> i & 255);
+  return sum;
+}
 inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 inline unsigned __umulhi(unsigned x, unsigned y) { return (uint64_t)x * y >> 32; }
 inline float __fmul_rn(float x, float y) { return x * y; }

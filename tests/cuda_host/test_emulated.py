@@ -32,6 +32,23 @@ def test_attend(ops, case, dtype):
     checks.check_attend(ops, "cpu", checks.in_dtype(case, dtype))
 
 
+@pytest.mark.parametrize("case", checks.FEW_ROW_CASES, ids=checks.named)
+def test_attend_of_few_rows(ops, case, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_few_rows(ops, "cpu", case)
+
+
+@pytest.mark.parametrize("tokens", [100, 4097])
+@pytest.mark.parametrize("dim", [80, 128, 256])
+def test_few_rows_have_kernels_of_their_own(ops, dim, tokens, monkeypatch):
+    """They round otherwise than the tiles, and are the ones that answer."""
+    case = checks.Case("own", dim=dim, tokens=tokens, dtype=torch.bfloat16)
+    arguments, _, expected, _ = checks.problem(case)
+    tiles = checks.run_attend(ops, "cpu", arguments, expected.shape, case.dtype)[0]
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    assert not torch.equal(checks.run_attend(ops, "cpu", arguments, expected.shape, case.dtype)[0], tiles)
+
+
 @pytest.mark.parametrize("case", [case for case in checks.SCORE_CASES if case in SMALL_CASES], ids=checks.named)
 def test_scores_and_sums(ops, case):
     checks.check_scores_and_sums(ops, "cpu", case)
