@@ -120,7 +120,7 @@ class ExpertOffloadHook(ModelHook):
                 slots.clear()
                 slots.update(zip(chunk, pool.request(layer, chunk, later=later).wait()))
                 pool.stats[layer].waves += 1
-            return pool.slot(slots[expert])
+            return pool.slots.one(layer, slots[expert])
 
         stand_ins = {name: PagedParameter(name, full, fetch) for name, full in expert_tensors(module).items()}
         self._stand_in(module, stand_ins)
@@ -153,7 +153,7 @@ class ExpertOffloadHook(ModelHook):
         def gather(wave: list[int], slots: list[int]) -> None:
             pairs = routing.pairs(wave)
             wanted = self._remap(flat[pairs], wave, slots)
-            for name, buffer in self.pool.buffers.items():
+            for name, buffer in self.pool.slots.of(self.layer).items():
                 rows[name][pairs] = buffer[wanted]
 
         run_waves(self.pool, self.layer, waves, gather)
@@ -180,7 +180,7 @@ class ExpertOffloadHook(ModelHook):
 
     def _from_slots(self, module, hidden_states, slots, weights) -> torch.Tensor:
         """The module's own computation on the slots, as if they were its experts."""
-        self._stand_in(module, self.pool.buffers)
+        self._stand_in(module, self.pool.slots.of(self.layer))
         module.num_experts = self.pool.num_rows
         return self._experts(hidden_states, slots, weights)
 
