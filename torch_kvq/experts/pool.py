@@ -108,9 +108,9 @@ class ExpertPool:
         """Slots that are not pinned."""
         return self.num_slots - len(self.pinned)
 
-    def fits(self, layer: str, experts: Iterable[int]) -> bool:
+    def fits(self, layer: str, experts: list[int]) -> bool:
         """Whether ``experts`` can all be resident at a time."""
-        return len({(layer, expert) for expert in experts} - self.pinned) <= self.room
+        return len(experts) <= self.room or len({(layer, expert) for expert in experts} - self.pinned) <= self.room
 
     def places(self, layer: str) -> tuple[list[int], list[int]]:
         """Resident experts of a layer and their slots."""

@@ -16,10 +16,13 @@ HOST_PAIRS = 1024  # up to so many ids it is cheaper to work on the host
 
 def make_waves(pool: ExpertPool, layer: str, experts: list[int], overlap: bool) -> list[list[int]]:
     """``experts`` in groups that fit, those that are resident first."""
+    is_fit = pool.fits(layer, experts)
+    if is_fit and not overlap:
+        return [experts]
     here = [expert for expert in experts if pool.is_resident(layer, expert)]
     gone = [expert for expert in experts if not pool.is_resident(layer, expert)]
-    if pool.fits(layer, experts):
-        return [here, gone] if overlap and here and gone else [experts]
+    if is_fit:
+        return [here, gone] if here and gone else [experts]
     room = max(1, pool.room)
     size = max(1, room // 2) if overlap else room
     chunks = [*range(0, len(here), room)], [*range(0, len(gone), size)]
