@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from test_experts_identity import assert_equal
 
 from torch_kvq import load_with_expert_offload
-from torch_kvq.experts import file_store
+from torch_kvq.experts import file_store, files
 from torch_kvq.experts.families import IMPLEMENTATIONS
 from torch_kvq.experts.file_store import FileStore, FusedTensor
 from torch_kvq.experts.files import PAGE, DirectFile
@@ -95,7 +95,7 @@ def test_only_the_edges_are_copied(file, reads):
     room = arena(20 * PAGE)
     into = room[24 : 24 + 10 * PAGE], room[12 * PAGE + 24 : 16 * PAGE + 24]
     file.read(PAGE + 24, *into)
-    assert reads == [(PAGE, [PAGE, 9 * PAGE, PAGE, 3 * PAGE, PAGE])] and len(file._own.buffer) == 3 * PAGE
+    assert reads == [(PAGE, [PAGE, 9 * PAGE, PAGE, 3 * PAGE, PAGE])]
     reads.clear()
     file.read(PAGE, room[: 4 * PAGE])
     assert reads == [(PAGE, [4 * PAGE])]
@@ -118,6 +118,18 @@ def test_reads_that_come_in_pieces(file, monkeypatch, most):
     check(file, 24, [(0, 3 * PAGE), (8, 2 * PAGE), (0, 5 * PAGE)])
     check(file, len(CONTENT) - 4 * PAGE, [(0, 4 * PAGE)])
     assert kept
+
+
+@pytest.mark.parametrize("most", [PAGE, 3 * PAGE, 16 * PAGE])
+def test_buffers_stay_small(file, monkeypatch, reads, most):
+    monkeypatch.setattr(files, "MOST_COPIED", most)
+    monkeypatch.setattr(DirectFile, "_own", threading.local())
+    for offset in (0, 24, PAGE - 1):
+        check(file, offset, [(8, 7 * PAGE), (0, 4 * PAGE), (16, 4 * PAGE + 5)])
+        check(file, len(CONTENT) - 8 * PAGE - 3, [(8, 8 * PAGE + 3)])
+        check(file, offset, [(0, 18 * PAGE)])
+        assert len(file._own.bytes) <= most + PAGE
+    assert sum(sum(lengths) for _, lengths in reads) < 3 * PAGE * (15 + 8 + 18 + 9)
 
 
 def test_a_file_that_ends_early(file, monkeypatch):

@@ -9,6 +9,7 @@ import numpy
 import torch
 
 PAGE = 4096
+MOST_COPIED = 1 << 22  # bytes that one read brings into a buffer
 
 
 class FileChanged(OSError):
@@ -89,6 +90,7 @@ class DirectFile(WeightFile):
 
     flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0)
     alignment = PAGE
+    _own = threading.local()  # a buffer of each thread, for all files
 
     def __init__(self, path: str) -> None:
         if not hasattr(os, "O_DIRECT"):
@@ -99,20 +101,20 @@ class DirectFile(WeightFile):
             if os.path.exists(path):
                 raise ValueError(f"io must be pread or mmap: the file system of {path} has no O_DIRECT ({error})") from error
             raise
-        self._own = threading.local()
 
     def _read(self, offset: int, end: int, places: list[numpy.ndarray]) -> None:
-        begin, copied = offset // PAGE * PAGE, -(-end // PAGE) * PAGE
-        copied -= begin
-        direct, first = [], offset
+        begin, first, spans = offset // PAGE * PAGE, offset, []
+        copied = -(-end // PAGE) * PAGE - begin
         for place in places:
             low, high = whole_pages(place, first)
-            direct.append((place, first, low, high))
+            spans.append((place, first, low, high))
             copied -= high - low
             first += len(place)
+        if copied > MOST_COPIED + PAGE:
+            return self._read_in_pieces(offset, places)
         buffer = self._buffer(copied)
         views, copies, used, at = [], [], 0, begin  # byte x of the file, from ``at`` on, comes to ``used + x - at``
-        for place, first, low, high in direct:
+        for place, first, low, high in spans:
             if low == high:
                 copies.append((place, used + first - at))
                 continue
@@ -125,11 +127,19 @@ class DirectFile(WeightFile):
         for place, position in copies:
             place[:] = buffer[position : position + len(place)]
 
+    def _read_in_pieces(self, offset: int, places: list[numpy.ndarray]) -> None:
+        """One read for at most ``MOST_COPIED`` bytes of a place, up to a page's end."""
+        for place in places:
+            while len(place):
+                size = min(len(place), (offset + MOST_COPIED) // PAGE * PAGE - offset)
+                self._read(offset, offset + size, [place[:size]])
+                place, offset = place[size:], offset + size
+
     def _buffer(self, size: int) -> numpy.ndarray:
         """At least ``size`` bytes from a page's beginning on, of this thread."""
-        buffer = getattr(self._own, "buffer", None)
+        buffer = getattr(self._own, "bytes", None)
         if buffer is None or len(buffer) < size:
-            buffer = self._own.buffer = numpy.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=numpy.uint8)
+            buffer = self._own.bytes = numpy.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=numpy.uint8)
         return buffer
 
 

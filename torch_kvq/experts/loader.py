@@ -121,4 +121,4 @@ def work_on(loads: SimpleQueue) -> None:
     """What a thread does until it finds ``None``."""
     while (load := loads.get()) is not None:
         load.work()
-        del load  # a loader must not live on for the sake of its last load
+        del load  # or its store would live on until the next one
