@@ -50,7 +50,7 @@ def test_synthetic_traces_count_as_the_simulator(policy, slots):
     assert got == simulate(trace, [Slab(tuple(layers), slots)], policy)
     for name in layers:
         for expert, slot in zip(*pool.places(name)):
-            assert pool.buffers["weight"][slot].tolist() == [expert, expert]
+            assert pool.slots.of(pool.layers[0])["weight"][slot].tolist() == [expert, expert]
     resident = sum(len(pool.places(name)[0]) for name in layers)
     assert resident == min(slots, sum(misses for _, misses in got.values()))
     evicted = sum(stats.evictions for stats in pool.stats.values())
@@ -157,12 +157,11 @@ def test_guess_that_cannot_be_read_is_read_again():
     loader = HostLoader(store, 1)
     pool = ExpertPool(store, loader, ["a"], 2, num_guesses=1)
     pool.guess("a", [5])
-    pool._guesses["a", 5][1]._reads[0].exception()  # let it fail first
+    loader.close()  # once it has failed
     store.fails = False
     (slot,) = pool.request("a", [5]).wait()
-    assert pool.buffers["weight"][slot].item() == 5
+    assert pool.slots.of(pool.layers[0])["weight"][slot].item() == 5
     assert pool.stats["a"].misses == 1 and pool.stats["a"].useful_guesses == 0
-    loader.close()
 
 
 @torch.no_grad()

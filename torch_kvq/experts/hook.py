@@ -33,8 +33,6 @@ class ExpertOffloadHook(ModelHook):
         inner: the accelerate hook that was there; its device handling is kept.
     """
 
-    no_grad = True
-
     def __init__(
         self,
         pool: ExpertPool,
@@ -58,6 +56,11 @@ class ExpertOffloadHook(ModelHook):
 
     # ---- accelerate's protocol
 
+    @property
+    def no_grad(self) -> bool:
+        """Whether accelerate must turn gradients off for a call."""
+        return torch.is_grad_enabled()
+
     def init_hook(self, module: nn.Module) -> nn.Module:
         spec = check_module(self.layer, module)
         if spec != self.pool.spec:
@@ -76,6 +79,8 @@ class ExpertOffloadHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
         if getattr(self.inner, "io_same_device", False):
             self._input_device = args[0].device
+        if not kwargs and all(getattr(value, "device", None) == self.device for value in args):
+            return args, kwargs
         return send_to_device(args, self.device), send_to_device(kwargs, self.device)
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
@@ -98,7 +103,7 @@ class ExpertOffloadHook(ModelHook):
             finally:
                 for name in self.pool.spec.names:
                     vars(module).pop(name, None)
-                module.num_experts = self.pool.store.num_experts(self.layer)
+                vars(module)["num_experts"] = self.pool.store.num_experts(self.layer)
         if self.predictor is not None:
             self._guess(hidden_states)
         return output
@@ -120,7 +125,7 @@ class ExpertOffloadHook(ModelHook):
                 slots.clear()
                 slots.update(zip(chunk, pool.request(layer, chunk, later=later).wait()))
                 pool.stats[layer].waves += 1
-            return pool.slot(slots[expert])
+            return pool.slots.one(layer, slots[expert])
 
         stand_ins = {name: PagedParameter(name, full, fetch) for name, full in expert_tensors(module).items()}
         self._stand_in(module, stand_ins)
@@ -153,7 +158,7 @@ class ExpertOffloadHook(ModelHook):
         def gather(wave: list[int], slots: list[int]) -> None:
             pairs = routing.pairs(wave)
             wanted = self._remap(flat[pairs], wave, slots)
-            for name, buffer in self.pool.buffers.items():
+            for name, buffer in self.pool.slots.of(self.layer).items():
                 rows[name][pairs] = buffer[wanted]
 
         run_waves(self.pool, self.layer, waves, gather)
@@ -180,8 +185,8 @@ class ExpertOffloadHook(ModelHook):
 
     def _from_slots(self, module, hidden_states, slots, weights) -> torch.Tensor:
         """The module's own computation on the slots, as if they were its experts."""
-        self._stand_in(module, self.pool.buffers)
-        module.num_experts = self.pool.num_rows
+        self._stand_in(module, self.pool.slots.of(self.layer))
+        vars(module)["num_experts"] = self.pool.num_rows
         return self._experts(hidden_states, slots, weights)
 
     def _guess(self, hidden_states: torch.Tensor) -> None:

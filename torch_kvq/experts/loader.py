@@ -1,7 +1,11 @@
 """How experts come out of a store into slots in host memory."""
 
 from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 
@@ -47,29 +51,74 @@ class DoneLoad(Load):
         return self._num_bytes
 
 
-class ThreadLoad(Load):
-    """Reads that run in threads."""
+class SharedLoad(Load):
+    """Reads that threads take on one by one, and whoever waits for them as well."""
 
-    def __init__(self, reads: list[Future]) -> None:
-        self._reads = reads
+    def __init__(self, read: Callable[[int, dict[str, torch.Tensor]], int], places: Places) -> None:
+        self._read, self._count = read, len(places)
+        self._todo, self._done = deque(places), SimpleQueue()
+
+    def work(self) -> None:
+        """Read until nothing is left that nobody has begun."""
+        while True:
+            try:
+                expert, into = self._todo.popleft()
+            except IndexError:
+                return
+            try:
+                self._done.put(self._read(expert, into))
+            except BaseException as error:  # for the one who waits
+                self._done.put(error)
 
     def wait(self) -> int:
-        wait(self._reads)
-        return sum(read.result() for read in self._reads)
+        self.work()
+        results = [self._done.get() for _ in range(self._count)]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return sum(results)
 
 
 class HostLoader(Loader):
-    """Slots in host memory: reads go straight into them, ``threads`` at a time; with 0 threads they run in the caller."""
+    """Slots in host memory: reads go straight into them.
+
+    ``threads`` read besides the one that waits; with 0 everything is read before :meth:`start` returns.
+    """
 
     def __init__(self, store: ExpertStore, threads: int) -> None:
         super().__init__(store, torch.device("cpu"))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvq-experts") if threads else None
+        self._loads: SimpleQueue[SharedLoad | None] = SimpleQueue()
+        self._threads = [
+            Thread(target=work_on, args=(self._loads,), name=f"kvq-experts-{index}", daemon=True) for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def start(self, layer: str, places: Places) -> Load:
-        if self._threads is None:
+        if not self._threads:
             return DoneLoad(sum(self.store.read(layer, expert, into) for expert, into in places))
-        return ThreadLoad([self._threads.submit(self.store.read, layer, expert, into) for expert, into in places])
+        load = SharedLoad(partial(self.store.read, layer), places)
+        for _ in self._threads[: len(places)]:
+            self._loads.put(load)
+        return load
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
+        threads = self._dismiss()
+        for thread in threads:
+            thread.join()
+
+    def _dismiss(self) -> list[Thread]:
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._loads.put(None)
+        return threads
+
+    def __del__(self) -> None:
+        self._dismiss()  # without waiting: this may run in any thread
+
+
+def work_on(loads: SimpleQueue) -> None:
+    """What a thread does until it finds ``None``."""
+    while (load := loads.get()) is not None:
+        load.work()
+        del load  # or its store would live on until the next one

@@ -14,6 +14,7 @@ from .hook import ExpertOffloadHook, Predictor
 from .loader import HostLoader, Loader
 from .pinned_store import PinnedStore
 from .pool import ExpertPool
+from .slots import slot_bytes
 from .store import ExpertStore, HostStore
 
 CUDA_SLOTS = 1023  # grouped_mm takes no more groups on CUDA
@@ -44,7 +45,7 @@ def offload_experts(
         pin: experts that are loaded now and stay, by layer name.
         policy: which expert gives up its slot: ``lru`` (default), ``lfu``, or a class like ``policy.LRU``.
         io: how files are read: ``pread`` (default), ``direct`` (past the page cache) or ``mmap``.
-        threads: that read files, default 2.
+        threads: that read files, besides the one that waits for them, default 2.
         overlap: compute resident experts while the others load. By default on CUDA only.
         predictor: called with the model, gives a predictor (``predictors.py``) that fetches experts ahead. None by default.
         num_guesses: slots for what the predictor fetches, in each pool, besides ``budget``.
@@ -152,12 +153,14 @@ def make_pools(
     groups: dict = {}
     for layer, store in stores.items():
         groups.setdefault((store.spec(layer), devices[layer], store), {})[layer] = store.num_experts(layer)
-    shares = divide(budget, [(layers, spec.nbytes) for (spec, _, _), layers in groups.items()])
+    residues = {layer: store.residues(layer) if devices[layer].type == "cpu" else {} for layer, store in stores.items()}
+    sizes = [slot_bytes(spec, {layer: residues[layer] for layer in layers}) for (spec, _, _), layers in groups.items()]
     pools: dict[str, ExpertPool] = {}
-    for ((_, device, store), layers), num_slots in zip(groups.items(), shares):
+    for ((_, device, store), layers), num_slots in zip(groups.items(), divide(budget, list(zip(groups.values(), sizes)))):
         loader = make_loader(store, device, threads)
         max_slots = CUDA_SLOTS - num_guesses if device.type == "cuda" else num_slots
         for slab in make_slabs(layers, num_slots, max_slots):
-            pool = ExpertPool(store, loader, list(slab.layers), slab.num_slots, policy, num_guesses)
+            own = {layer: residues[layer] for layer in slab.layers}
+            pool = ExpertPool(store, loader, list(slab.layers), slab.num_slots, policy, num_guesses, own)
             pools.update(dict.fromkeys(slab.layers, pool))
     return {layer: pools[layer] for layer in stores}

@@ -3,13 +3,12 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import torch
 
 from .loader import Load, Loader
 from .policy import make_policy
+from .slots import Residues, Slots
 from .spec import ExpertSpec
 from .stats import LayerStats
 from .store import ExpertStore
@@ -65,6 +64,7 @@ class ExpertPool:
         num_slots: experts resident at most.
         policy: ``lru`` (default), ``lfu`` or a policy class.
         num_guesses: further slots for experts that a predictor fetches; a guess never evicts what was really used.
+        residues: where in a page each layer's parameters begin in a slot, by default anywhere.
     """
 
     def __init__(
@@ -75,11 +75,12 @@ class ExpertPool:
         num_slots: int,
         policy: str | type = "lru",
         num_guesses: int = 0,
+        residues: Mapping[str, Residues] | None = None,
     ) -> None:
         self.store, self.loader, self.layers, self.num_slots = store, loader, layers, num_slots
         self.spec: ExpertSpec = store.spec(layers[0])
         self.num_rows = num_slots + num_guesses
-        self.buffers = self.spec.empty(self.num_rows, device=loader.device)
+        self.slots = Slots(self.spec, self.num_rows, loader.device, residues or dict.fromkeys(layers, {}))
         self.num_experts = sum(store.num_experts(layer) for layer in layers)
         self.stats = {layer: LayerStats() for layer in layers}
         self.lock = threading.RLock()
@@ -107,9 +108,9 @@ class ExpertPool:
         """Slots that are not pinned."""
         return self.num_slots - len(self.pinned)
 
-    def fits(self, layer: str, experts: Iterable[int]) -> bool:
+    def fits(self, layer: str, experts: list[int]) -> bool:
         """Whether ``experts`` can all be resident at a time."""
-        return len({(layer, expert) for expert in experts} - self.pinned) <= self.room
+        return len(experts) <= self.room or len({(layer, expert) for expert in experts} - self.pinned) <= self.room
 
     def places(self, layer: str) -> tuple[list[int], list[int]]:
         """Resident experts of a layer and their slots."""
@@ -118,7 +119,7 @@ class ExpertPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+        return self.slots.nbytes
 
     # ---- coming and going
 
@@ -150,16 +151,12 @@ class ExpertPool:
     def _start(self, layer: str, places: list[tuple[int, int]]) -> Load:
         begin = time.perf_counter()
         try:
-            return self.loader.start(layer, [(expert, self.slot(at)) for expert, at in places])
+            return self.loader.start(layer, [(expert, self.slots.one(layer, at)) for expert, at in places])
         except BaseException:
             self.forget(layer, [expert for expert, _ in places])
             raise
         finally:
             self.stats[layer].stall_seconds += time.perf_counter() - begin  # experts in memory are copied here
-
-    def slot(self, index: int) -> dict[str, torch.Tensor]:
-        """The parameters ``[*shape]`` of the expert in a slot, as views."""
-        return {name: buffer[index] for name, buffer in self.buffers.items()}
 
     def forget(self, layer: str, experts: Iterable[int]) -> None:
         """Free the slots of experts whose contents are not to be trusted."""
@@ -223,7 +220,7 @@ class ExpertPool:
                 self._settle(old, load)
                 self._free_guesses.append(slot)
             slot = self._free_guesses.pop()
-            self._guesses[layer, expert] = slot, self.loader.start(layer, [(expert, self.slot(slot))])
+            self._guesses[layer, expert] = slot, self.loader.start(layer, [(expert, self.slots.one(layer, slot))])
             stats.guesses += 1
 
     def _settle(self, layer: str, load: Load) -> bool:

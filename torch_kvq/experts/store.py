@@ -33,6 +33,10 @@ class ExpertStore(ABC):
             OSError: the expert could not be read; what is in ``into`` is undefined.
         """
 
+    def residues(self, layer: str) -> Mapping[str, int]:
+        """By parameter name: the address modulo a page of places that :meth:`read` fills without a copy. Default: any."""
+        return {}
+
     def expert_bytes(self, layer: str) -> int:
         """Bytes that one :meth:`read` fetches."""
         return self.spec(layer).nbytes

@@ -16,10 +16,13 @@ HOST_PAIRS = 1024  # up to so many ids it is cheaper to work on the host
 
 def make_waves(pool: ExpertPool, layer: str, experts: list[int], overlap: bool) -> list[list[int]]:
     """``experts`` in groups that fit, those that are resident first."""
+    is_fit = pool.fits(layer, experts)
+    if is_fit and not overlap:
+        return [experts]
     here = [expert for expert in experts if pool.is_resident(layer, expert)]
     gone = [expert for expert in experts if not pool.is_resident(layer, expert)]
-    if pool.fits(layer, experts):
-        return [here, gone] if overlap and here and gone else [experts]
+    if is_fit:
+        return [here, gone] if here and gone else [experts]
     room = max(1, pool.room)
     size = max(1, room // 2) if overlap else room
     chunks = [*range(0, len(here), room)], [*range(0, len(gone), size)]
@@ -46,11 +49,12 @@ def run_waves(pool: ExpertPool, layer: str, waves: list[list[int]], compute: Cal
 
 
 class Remap:
-    """Expert ids to slots, by a table ``[num_experts] int64`` on the device that is sent only when it changed."""
+    """Expert ids to slots, by a table ``[num_experts] int64`` on the device, to which it is sent only when it changed."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
-        self._here = [0] * num_experts
         self._there = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self._here = torch.zeros(num_experts, dtype=torch.int64) if self._there.is_cuda else self._there
+        self._table = self._here.numpy()
 
     def __call__(self, ids: torch.Tensor, experts: list[int], slots: list[int]) -> torch.Tensor:
         """Slots of ``ids`` (any shape), all of which are among ``experts``."""
@@ -59,11 +63,11 @@ class Remap:
 
     def learn(self, experts: list[int], slots: list[int]) -> None:
         """``experts`` are in ``slots``."""
-        if all(self._here[expert] == slot for expert, slot in zip(experts, slots)):
+        if self._there.is_cuda and (self._table[experts] == slots).all():
             return
-        for expert, slot in zip(experts, slots):
-            self._here[expert] = slot
-        self._there.copy_(torch.tensor(self._here, pin_memory=self._there.is_cuda), non_blocking=True)
+        self._table[experts] = slots
+        if self._there.is_cuda:
+            self._there.copy_(self._here.pin_memory(), non_blocking=True)
 
     def known(self, ids: torch.Tensor) -> torch.Tensor:
         """Slots of ``ids`` whose entries are known to be right."""
