@@ -57,15 +57,13 @@ struct Book {
     if (lane == 0) half_step = step;
   }
 
-  // The codes of two numbers: flags as pairs, the value in half steps without its sign. `by` is SHARP over the root mean
-  // square.
-  __device__ __forceinline__ static uint32_t code(float x, float y, float by, const float (&edge)[LEVELS],
-                                                  const uint32_t (&value)[LEVELS], uint32_t (&flags)[FLAGS]) {
+  // The flags of two numbers as pairs. `by` is SHARP over the root mean square.
+  __device__ __forceinline__ static void decide_both(float x, float y, float by, const float (&edge)[LEVELS],
+                                                     uint32_t (&flags)[FLAGS]) {
     float flag_x[FLAGS], flag_y[FLAGS];
     decide<0>(fabsf(x), by, edge, flag_x), decide<0>(fabsf(y), by, edge, flag_y);
 #pragma unroll
     for (int b = 0; b < FLAGS; b++) flags[b] = pair_of<__half>(flag_x[b], flag_y[b]);
-    return linear<FLAGS>(value, flags);
   }
 
   // Flags are 0 or 1, those of a NaN 0.

@@ -36,10 +36,11 @@ struct Head {
   uint32_t summands[WARPS][DIM];                // of each warp: sign / balance / unit as a sum of two 16-bit numbers
   Book<BITS> book;
   const char *x;
-  uint32_t *planes[BITS];  // magnitude bits, then the sign
+  char *planes[BITS];  // magnitude bits, then the sign
   __half *scales;
-  int64_t x_bytes, sign_stride, mag_stride;  // from a token or block to the next
-  int start, stop;                           // tokens of the store to encode
+  int x_bytes;             // from a token to the next
+  uint32_t strides[BITS];  // bytes from a token or block to the next
+  int start, stop;             // tokens of the store to encode
   int rule;
   Dtype dtype;
 };
@@ -85,97 +86,112 @@ __device__ inline void fill_right(Head<DIM, BITS, VALUES> &head) {
   using C = Cut<DIM>;
   int lane = lane_id(), g = lane / 4, c = lane % 4;
   const uint32_t(&summands)[DIM] = head.summands[warp_id()];
-  for (int i = warp_id(); i < 4; i += WARPS)
+  static_assert(WARPS == 4, "a warp has one i");
+  int i = warp_id();
 #pragma unroll
-    for (int at = 0; at < C::SPANS * C::STEPS; at++) {  // blocks 16 at and up
-      uint32_t first[2], second[2];
+  for (int at = 0; at < C::SPANS * C::STEPS; at++) {  // blocks 16 at and up
+    uint32_t first[2], second[2];
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        uint32_t x[2];
+    for (int k = 0; k < 2; k++) {
+      uint32_t x[2];
 #pragma unroll
-        for (int j = 0; j < 2; j++)
-          x[j] = summands[4 * (16 * at + 8 * k + 2 * c + j) + i] ^ (__popc((2 * c + j) & g) & 1 ? 0x80008000 : 0);
-        first[k] = permute_bytes(x[0], x[1], 0x5410), second[k] = permute_bytes(x[0], x[1], 0x7632);
-      }
-#pragma unroll
-      for (int tile = 0; tile < C::TILES; tile++) {
-        uint32_t flip0 = at % C::STEPS & tile / 2 ? 0x80008000 : 0, flip1 = flip0 ^ (tile % 2 ? 0x80008000 : 0);
-        int to = (at * 4 + i) * C::TILES + tile;
-        if (VALUES)
-          ((uint2 *)&head.right[to / 2][lane])[tile % 2] = make_uint2(first[0] ^ flip0, first[1] ^ flip1);
-        else
-          head.right[to][lane] =
-              make_uint4(first[0] ^ flip0, first[1] ^ flip1, second[0] ^ flip0, second[1] ^ flip1);
-      }
+      for (int j = 0; j < 2; j++)
+        x[j] = summands[4 * (16 * at + 8 * k + 2 * c + j) + i] ^ (__popc((2 * c + j) & g) & 1 ? 0x80008000 : 0);
+      first[k] = permute_bytes(x[0], x[1], 0x5410), second[k] = permute_bytes(x[0], x[1], 0x7632);
     }
-}
-
-// Blocks and what the centre becomes, by one warp: lane l has block l of each span.
-template <int DIM, int BITS, bool VALUES>
-__device__ inline void fill_blocks(const float *centre, const float *blocks, float unit, Head<DIM, BITS, VALUES> &head) {
-  using C = Cut<DIM>;
-  int lane = lane_id();
-  float by = unit * C::INVERSE_ROOT, mixed[C::SPANS][4];
-  float4 row[C::SPANS][4];
 #pragma unroll
-  for (int span = 0; span < C::SPANS; span++) {
-    int n = span * C::SPAN + lane % C::SPAN;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float4 x = blocks ? ((const float4 *)blocks)[4 * n + i] : make_float4(i == 0, i == 1, i == 2, i == 3);
-      float a = by * (x.x + x.y), b = by * (x.x - x.y), c = by * (x.z + x.w), d = by * (x.z - x.w);
-      row[span][i] = make_float4(a + c, b + d, a - c, b - d);
-      mixed[span][i] = centre ? -centre[4 * n + i] * sum_of_split(head.summands[warp_id()][4 * n + i], head.dtype) : 0;
+    for (int tile = 0; tile < C::TILES; tile++) {
+      uint32_t flip0 = at % C::STEPS & tile / 2 ? 0x80008000 : 0, flip1 = flip0 ^ (tile % 2 ? 0x80008000 : 0);
+      int to = (at * 4 + i) * C::TILES + tile;
+      if (VALUES)
+        ((uint2 *)&head.right[to / 2][lane])[tile % 2] = make_uint2(first[0] ^ flip0, first[1] ^ flip1);
+      else
+        head.right[to][lane] =
+            make_uint4(first[0] ^ flip0, first[1] ^ flip1, second[0] ^ flip0, second[1] ^ flip1);
     }
   }
+}
+
+// Blocks and what the centre becomes, by one warp: lane l has block l of each span. Loads come first, so that their way
+// from memory is shared with what else is on its way.
+template <int DIM, int BITS, bool VALUES>
+struct Blocks {
+  using C = Cut<DIM>;
+  float4 row[C::SPANS][4];
+  float mixed[C::SPANS][4];
+
+  __device__ void load(const float *centre, const float *blocks) {
 #pragma unroll
-  for (int span = 0; span < C::SPANS && !VALUES; span++)
+    for (int span = 0; span < C::SPANS; span++) {
+      int n = span * C::SPAN + lane_id() % C::SPAN;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+      for (int i = 0; i < 4; i++) {
+        row[span][i] = blocks ? ((const float4 *)blocks)[4 * n + i] : make_float4(i == 0, i == 1, i == 2, i == 3);
+        mixed[span][i] = centre ? -centre[4 * n + i] : 0;
+      }
+    }
+  }
+  __device__ void finish(float unit, Dtype dtype, Head<DIM, BITS, VALUES> &head) {
+    int lane = lane_id();
+    float by = unit * C::INVERSE_ROOT;
+#pragma unroll
+    for (int e = 0; e < C::SPANS * 4; e++) {
+      int span = e / 4, i = e % 4, n = span * C::SPAN + lane % C::SPAN;
+      float4 x = row[span][i];
+      float a = by * (x.x + x.y), b = by * (x.x - x.y), c = by * (x.z + x.w), d = by * (x.z - x.w);
+      row[span][i] = make_float4(a + c, b + d, a - c, b - d);
+      if (VALUES) continue;
+      mixed[span][i] *= sum_of_split(head.summands[warp_id()][4 * n + i], dtype);
 #pragma unroll
       for (int step = 1; step < C::SPAN; step *= 2) {
         float other = __shfl_xor_sync(ALL_LANES, mixed[span][i], step);
         mixed[span][i] = lane & step ? other - mixed[span][i] : mixed[span][i] + other;
       }
-  if (lane >= C::SPAN) return;
-#pragma unroll
-  for (int span = 0; span < C::SPANS; span++) {
-    int n = span * C::SPAN + lane, t = n / 8, j = n % 2, c = n / 2 % 4;
-    float v[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      head.blocks[t][j][i][c] = row[span][i];
-      v[i] = C::SPANS == 1 ? mixed[0][i] : span ? mixed[0][i] - mixed[C::SPANS - 1][i] : mixed[0][i] + mixed[C::SPANS - 1][i];
     }
-    if (VALUES) continue;
-    float sum[4];
+    if (lane >= C::SPAN) return;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      sum[i] = row[span][i].x * v[0] + row[span][i].y * v[1] + row[span][i].z * v[2] + row[span][i].w * v[3] + 0.0f;
-    head.shift[t][j][c] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    for (int span = 0; span < C::SPANS; span++) {
+      int n = span * C::SPAN + lane, t = n / 8, j = n % 2, c = n / 2 % 4;
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        head.blocks[t][j][i][c] = row[span][i];
+        v[i] = C::SPANS == 1 ? mixed[0][i] : span ? mixed[0][i] - mixed[C::SPANS - 1][i] : mixed[0][i] + mixed[C::SPANS - 1][i];
+      }
+      if (VALUES) continue;
+      float sum[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        sum[i] = row[span][i].x * v[0] + row[span][i].y * v[1] + row[span][i].z * v[2] + row[span][i].w * v[3] + 0.0f;
+      head.shift[t][j][c] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    }
   }
-}
+};
 
-// Column 2t + h of the words of a token is half h of word t: bits of blocks 4h to 4h + 3 of the eight.
+// Column 2t + h of the words of a token is half h of word t: bits of blocks 4h to 4h + 3 of the eight. Warp t fills t.
 template <int COLUMNS>
 __device__ inline void fill_pack(uint4 (&pack)[COLUMNS][WARP]) {
-  for (int e = threadIdx.x; e < COLUMNS * WARP; e += WARPS * WARP) {
-    int lane = e % WARP, g = lane / 4, c = lane % 4;
-    float bit = g == e / WARP * 2 + c / 2 ? (float)(1 << 8 * (c % 2)) : 0.0f;
-    pack[e / WARP][lane] = make_uint4(pair_of<__half>(bit, 16 * bit), pair_of<__half>(2 * bit, 32 * bit),
-                                      pair_of<__half>(4 * bit, 64 * bit), pair_of<__half>(8 * bit, 128 * bit));
-  }
+  int t = warp_id(), g = lane_id() / 4, c = lane_id() % 4;
+  if (t >= COLUMNS) return;
+  float bit = g != 2 * t + c / 2 ? 0.0f : c % 2 ? 256.0f : 1.0f;
+  pack[t][lane_id()] = make_uint4(pair_of<__half>(bit, 16 * bit), pair_of<__half>(2 * bit, 32 * bit),
+                                  pair_of<__half>(4 * bit, 64 * bit), pair_of<__half>(8 * bit, 128 * bit));
 }
 
 // By all threads of a block; ends with a barrier.
 template <int DIM, int BITS, bool VALUES>
 __device__ inline void fill(const Coding &coding, int64_t batch, int64_t index, Head<DIM, BITS, VALUES> &head) {
   const Store &s = coding.store;
-  int thread = threadIdx.x, warp = warp_id();
-  float unit = fill_summands(s.rotation.signs, balance_at(s, batch, index), coding.x.dtype, head.summands[warp]);
-  if (warp == 0) fill_blocks(centre_at(s, batch, index), s.rotation.blocks, unit, head);
+  int warp = warp_id();
+  Blocks<DIM, BITS, VALUES> blocks;
+  if (warp == 0) blocks.load(VALUES ? nullptr : centre_at(s, batch, index), s.rotation.blocks);
   if (warp == 1) head.book.fill(s.level_data);
-  if (warp == 2 && lane_id() < BITS) head.planes[lane_id()] = plane_at(s, batch, index, 0, lane_id());
+  float unit = fill_summands(s.rotation.signs, balance_at(s, batch, index), coding.x.dtype, head.summands[warp]);
+  if (warp == 0) blocks.finish(unit, coding.x.dtype, head);
+  if (warp == 2 && lane_id() < BITS) {
+    head.planes[lane_id()] = (char *)plane_at(s, batch, index, 0, lane_id());
+    head.strides[lane_id()] = 4 * (uint32_t)(lane_id() < BITS - 1 ? s.mag_stride[2] : s.sign_stride[2]);
+  }
   fill_right(head);
   fill_pack(head.pack);
   __syncthreads();

@@ -28,11 +28,11 @@ using Slots = uint4[DIM / 16][WARP];
 
 // Starts to copy the tokens in `valid`; the others stay what they were.
 template <int DIM>
-__device__ __forceinline__ void copy_rows(const char *x, int64_t row_bytes, int first, uint32_t valid, Slots<DIM> &slots) {
+__device__ __forceinline__ void copy_rows(const char *x, int row_bytes, int first, uint32_t valid, Slots<DIM> &slots) {
   int lane = lane_id(), g = lane / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const char *row = x + row_bytes * (first + g + 8 * r) + 16 * (lane % 4);
+    const char *row = x + (int64_t)row_bytes * (first + g + 8 * r) + 16 * (lane % 4);
     if (valid >> (g + 8 * r) & 1)
 #pragma unroll
       for (int m = 0; m < DIM / 32; m++) copy_async<16>(&slots[2 * m + r][lane], row + 64 * m);
@@ -45,30 +45,36 @@ __device__ __forceinline__ uint32_t pick(const uint4 &blocks, int i) {
   return permute_bytes(first, second, i % 2 ? 0x7632 : 0x5410);
 }
 
+// Conditions on `always`, which is never negative, are true; the branches that they make keep the compiler from mixing
+// what comes before and after, for which there are too few registers.
 template <class Half, int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ void multiply(const Head<DIM, BITS, VALUES> &head, const Slots<DIM> &slots, Tile<DIM> &y) {
+__device__ __forceinline__ void multiply(const Head<DIM, BITS, VALUES> &head, const uint4 *slots, Tile<DIM> &y) {
   using C = Cut<DIM>;
-  int lane = lane_id();
+  constexpr int GROUP = VALUES ? 4 : 2;  // of i
+  int lane = lane_id(), always = head.stop;
 #pragma unroll
   for (int e = 0; e < DIM / 2; e++) y[e % 4][e / 16][e / 4 % 4] = 0;
 #pragma unroll
   for (int at = 0; at < C::SPANS * C::STEPS; at++) {
     uint4 x[4];
 #pragma unroll
-    for (int m = 0; m < 4; m++) x[m] = slots[4 * at + m][lane];
+    for (int m = 0; m < 4; m++) x[m] = slots[(4 * at + m) * WARP];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      uint32_t a[4];
+    for (int group = 0; group < 4; group += GROUP) {
+      if (always < 4 * at + group - DIM) continue;
 #pragma unroll
-      for (int m = 0; m < 4; m++) a[m] = pick(x[m], i);
-      const uint4(*right)[WARP] = head.right + (at * 4 + i) * C::TILES / (VALUES ? 2 : 1);
+      for (int i = group; i < group + GROUP; i++) {
+        const uint4(*right)[WARP] = head.right + (at * 4 + i) * C::TILES / (VALUES ? 2 : 1);
+        uint32_t a[4];
 #pragma unroll
-      for (int tile = 0; tile < C::TILES; tile += VALUES ? 2 : 1) {
-        uint4 b = right[VALUES ? tile / 2 : tile][lane];
-        float(&sum)[4] = y[i][at / C::STEPS * C::TILES + tile];
-        float(&next)[4] = VALUES ? y[i][at / C::STEPS * C::TILES + tile + 1] : sum;
-        mma_half<Half>(next, a[0], a[1], a[2], a[3], b.z, b.w);
-        mma_half<Half>(sum, a[0], a[1], a[2], a[3], b.x, b.y);
+        for (int m = 0; m < 4; m++) a[m] = pick(x[m], i);
+#pragma unroll
+        for (int tile = 0; tile < C::TILES; tile++) {
+          float(&sum)[4] = y[i][at / C::STEPS * C::TILES + tile];
+          uint4 b = right[VALUES ? tile / 2 : tile][lane];
+          if (!VALUES || tile % 2) mma_half<Half>(sum, a[0], a[1], a[2], a[3], b.z, b.w);
+          if (!VALUES || tile % 2 == 0) mma_half<Half>(sum, a[0], a[1], a[2], a[3], b.x, b.y);
+        }
       }
     }
   }
@@ -143,7 +149,8 @@ struct Sums {
 // Adds all coordinates. Those of token g + 8r times by[r] are in units of the root mean square over SHARP.
 template <int DIM, int BITS>
 __device__ __forceinline__ void quantise(const Tile<DIM> &y, const float (&by)[2], const Book<BITS> &book,
-                                         const uint4 (&pack)[Cut<DIM>::COLUMNS][WARP], Sums<DIM, BITS> &sums) {
+                                         const uint4 (&pack)[Cut<DIM>::COLUMNS][WARP], int always,
+                                         Sums<DIM, BITS> &sums) {
   constexpr int FLAGS = Book<BITS>::FLAGS, LEVELS = Book<BITS>::LEVELS;
   float edge[LEVELS];
   uint32_t level[LEVELS];
@@ -152,65 +159,77 @@ __device__ __forceinline__ void quantise(const Tile<DIM> &y, const float (&by)[2
     edge[s] = *(volatile const float *)&book.edge[s], level[s] = *(volatile const uint32_t *)&book.value[s];
 #pragma unroll
   for (int t = 0; t < DIM / 32; t++) {
+    if (always < t - DIM) continue;  // as in multiply
     uint4 bits = pack[t % 4][lane_id()];
 #pragma unroll
     for (int half = 0; half < 2; half++) {  // i = 2 half and the next
-      uint32_t size[4], sign[4], value[4], flag[FLAGS][4];
+      uint32_t low = half ? bits.z : bits.x, high = half ? bits.w : bits.y;
+      uint32_t both[4], sign[4], value[4], flags[FLAGS][4];
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        int r = e % 2, i = 2 * half + e / 2;
-        uint32_t flags[FLAGS], both = pair_of<__half>(y[i][t][2 * r], y[i][t][2 * r + 1]);
-        value[e] = Book<BITS>::code(y[i][t][2 * r], y[i][t][2 * r + 1], by[r], edge, level, flags);
-        size[e] = both & 0x7fff7fff, sign[e] = (both & 0x80008000) | 0x3c003c00;
+        float x = y[2 * half + e / 2][t][e % 2 * 2], z = y[2 * half + e / 2][t][e % 2 * 2 + 1];
+        both[e] = pair_of<__half>(x, z), sign[e] = and_or(both[e], 0x80008000, 0x3c003c00);
+        uint32_t flag[FLAGS];
+        Book<BITS>::decide_both(x, z, by[e % 2], edge, flag);
 #pragma unroll
-        for (int b = 0; b < FLAGS; b++) flag[b][e] = flags[b];
+        for (int b = 0; b < FLAGS; b++) flags[b][e] = flag[b];
       }
-      uint32_t low = half ? bits.z : bits.x, high = half ? bits.w : bits.y;
-#pragma unroll
-      for (int b = 0; b < FLAGS; b++)
-        mma_half<__half>(sums.words[FLAGS - 1 - b][t / 4], flag[b][0], flag[b][1], flag[b][2], flag[b][3], low, high);
       mma_half<__half>(sums.words[FLAGS][t / 4], sign[0], sign[1], sign[2], sign[3], low, high);
 #pragma unroll
+      for (int b = 0; b < FLAGS; b++)
+        mma_half<__half>(sums.words[FLAGS - 1 - b][t / 4], flags[b][0], flags[b][1], flags[b][2], flags[b][3], low, high);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        uint32_t flag[FLAGS];
+#pragma unroll
+        for (int b = 0; b < FLAGS; b++) flag[b] = flags[b][e];
+        value[e] = linear<FLAGS>(level, flag), both[e] &= 0x7fff7fff;
+      }
+#pragma unroll
       for (int r = 0; r < 2; r++) {
-        mma_half<__half>(sums.dots[r], size[0], size[1], size[2], size[3], value[r], value[2 + r]);
-        mma_half<__half>(sums.squares[r], value[0], value[1], value[2], value[3], value[r], value[2 + r]);
+        mma_half<__half>(sums.dots[r], value[0], value[1], value[2], value[3], both[r], both[2 + r]);
+        mma_half8(sums.squares[r], value[0], value[1], value[r]);
+        mma_half8(sums.squares[r], value[2], value[3], value[2 + r]);
       }
     }
   }
 }
 
-// Over the four lanes of a token.
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(ALL_LANES, x, 1);
-  return x + __shfl_xor_sync(ALL_LANES, x, 2);
+// Over the four lanes of a token: of token g in even lanes, of g + 8 in odd ones; x[r] is the lane's part of g + 8r.
+__device__ __forceinline__ float quad_sum(const float (&x)[2]) {
+  bool odd = lane_id() % 2;
+  float sum = (odd ? x[1] : x[0]) + __shfl_xor_sync(ALL_LANES, odd ? x[0] : x[1], 1);
+  return sum + __shfl_xor_sync(ALL_LANES, sum, 2);
+}
+// Both of what even and odd lanes have.
+__device__ __forceinline__ void share(float x, float (&both)[2]) {
+  float other = __shfl_xor_sync(ALL_LANES, x, 1);
+  both[0] = lane_id() % 2 ? other : x, both[1] = lane_id() % 2 ? x : other;
+}
+
+// The square root of a sum of squares, nearly; finite, of a NaN a NaN.
+__device__ __forceinline__ float root(float x) {
+  x = x > 3e38f ? 3e38f : x;
+  return x * rsqrtf(fmaxf(x, 1.2e-38f));
 }
 
 // Codes of both tokens; returns the scale of token g, in even lanes, or g + 8.
 template <int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ float encode_tile(const Head<DIM, BITS, VALUES> &head, Tile<DIM> &y, Sums<DIM, BITS> &sums) {
-  float norms[2] = {0, 0}, clamped[2], by[2], back = head.book.half_step;
-  bool ordinary = true;  // float16 holds the coordinates
-  finish_rotation(head, y, norms);
+  float parts[2] = {0, 0}, by[2], step = head.book.half_step, back = step;
+  finish_rotation(head, y, parts);
+  float norm = root(quad_sum(parts)), clamped = fmaxf(norm * Cut<DIM>::INVERSE_ROOT, 1e-30f);
+  if (!__all_sync(ALL_LANES, clamped > 1.0f / 256 && clamped < 1024)) {  // float16 would not hold the coordinates
+    uint32_t exponent = __float_as_uint(clamped) >> 23;
+    exponent = exponent < 253 ? exponent : 253;
+    float power = __uint_as_float((254 - exponent) << 23), powers[2];
+    clamped *= power, back *= __uint_as_float(exponent << 23);
+    share(power, powers);
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    norms[r] = sqrtf(quad_sum(norms[r])), clamped[r] = fmaxf(norms[r] * Cut<DIM>::INVERSE_ROOT, 1e-30f);
-    ordinary = ordinary && clamped[r] > 1.0f / 256 && clamped[r] < 1024;
+    for (int e = 0; e < DIM / 2; e++) y[e % 4][e / 16][e / 4 % 4] *= powers[e / 8 % 2];
   }
-  if (!__all_sync(ALL_LANES, ordinary))
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      uint32_t exponent = __float_as_uint(clamped[r]) >> 23;
-      exponent = exponent < 253 ? exponent : 253;
-      float power = __uint_as_float((254 - exponent) << 23);
-      clamped[r] *= power;
-      if (lane_id() % 2 == r) back *= __uint_as_float(exponent << 23);
-#pragma unroll
-      for (int e = 0; e < DIM / 4; e++) y[e % 4][e / 8][2 * r + e / 4 % 2] *= power;
-    }
-#pragma unroll
-  for (int r = 0; r < 2; r++) by[r] = __fdividef(SHARP, clamped[r]);
-  quantise<DIM, BITS>(y, by, head.book, head.pack, sums);
-  float norm = lane_id() % 2 ? norms[1] : norms[0], step = head.book.half_step;
+  share(__fdividef(SHARP, clamped), by);
+  quantise<DIM, BITS>(y, by, head.book, head.pack, head.stop, sums);
   float dot = sums.diagonal(sums.dots) * back, square = sums.diagonal(sums.squares) * (step * step);
   return scale_of(head.rule, norm, norm * Cut<DIM>::INVERSE_ROOT, dot, square);
 }
