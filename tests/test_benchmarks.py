@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import attend
 import attend_tables
 import caches
 import chart

@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t pick(const uint4 &blocks, int i) {
 template <class Half, int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ void multiply(const Head<DIM, BITS, VALUES> &head, const uint4 *slots, Tile<DIM> &y) {
   using C = Cut<DIM>;
-  constexpr int GROUP = VALUES ? 4 : 2;  // of i
+  constexpr int GROUP = VALUES ? 4 : 1;  // of i
   int lane = lane_id(), always = head.stop;
 #pragma unroll
   for (int e = 0; e < DIM / 2; e++) y[e % 4][e / 16][e / 4 % 4] = 0;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply(const Head<DIM, BITS, VALUES> &head, co
     for (int m = 0; m < 4; m++) x[m] = slots[(4 * at + m) * WARP];
 #pragma unroll
     for (int group = 0; group < 4; group += GROUP) {
-      if (always < 4 * at + group - DIM) continue;
+      if (at % C::STEPS && always < 4 * at + group - DIM) continue;
 #pragma unroll
       for (int i = group; i < group + GROUP; i++) {
         const uint4(*right)[WARP] = head.right + (at * 4 + i) * C::TILES / (VALUES ? 2 : 1);
@@ -147,7 +147,7 @@ struct Sums {
 };
 
 // Adds all coordinates. Those of token g + 8r times by[r] are in units of the root mean square over SHARP.
-template <int DIM, int BITS>
+template <bool SQUARES, int DIM, int BITS>
 __device__ __forceinline__ void quantise(const Tile<DIM> &y, const float (&by)[2], const Book<BITS> &book,
                                          const uint4 (&pack)[Cut<DIM>::COLUMNS][WARP], int always,
                                          Sums<DIM, BITS> &sums) {
@@ -188,6 +188,7 @@ __device__ __forceinline__ void quantise(const Tile<DIM> &y, const float (&by)[2
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         mma_half<__half>(sums.dots[r], value[0], value[1], value[2], value[3], both[r], both[2 + r]);
+        if (!SQUARES) continue;
         mma_half8(sums.squares[r], value[0], value[1], value[r]);
         mma_half8(sums.squares[r], value[2], value[3], value[2 + r]);
       }
@@ -229,7 +230,10 @@ __device__ __forceinline__ float encode_tile(const Head<DIM, BITS, VALUES> &head
     for (int e = 0; e < DIM / 2; e++) y[e % 4][e / 16][e / 4 % 4] *= powers[e / 8 % 2];
   }
   share(__fdividef(SHARP, clamped), by);
-  quantise<DIM, BITS>(y, by, head.book, head.pack, head.stop, sums);
+  if (head.rule == MATCHED || head.rule == MSE)
+    quantise<true, DIM, BITS>(y, by, head.book, head.pack, head.stop, sums);
+  else
+    quantise<false, DIM, BITS>(y, by, head.book, head.pack, head.stop, sums);
   float dot = sums.diagonal(sums.dots) * back, square = sums.diagonal(sums.squares) * (step * step);
   return scale_of(head.rule, norm, norm * Cut<DIM>::INVERSE_ROOT, dot, square);
 }

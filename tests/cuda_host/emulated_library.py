@@ -1,8 +1,8 @@
 """Builds the CUDA library for the emulator: every op of it registered for the CPU, as namespace ``torch_kvq_emulated``.
 
-Sources are copied to a build folder with four changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
-__shared__`` arrays point into its memory, ops are registered for the CPU, and scratch is limited to 512 KB, so that small
-problems are done in parts too. A header that lies next to this file takes
+Sources are copied to a build folder with five changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
+__shared__`` arrays point into its memory, ops are registered for the CPU, scratch is limited to 512 KB, so that small
+problems are done in parts too, and ``encode`` fills one multiprocessor only, so that its warps have several blocks. A header that lies next to this file takes
 the place of the one of the same name in ``csrc/cuda``.
 """
 
@@ -54,6 +54,7 @@ def translated(text: str) -> str:
     text = _LAUNCH.sub(r"emulated::Launch(\2).of(\1)(", text)
     text = _SHARED.sub(r"\1 *\2 = (\1 *)emulated::block.shared;", text)
     text = text.replace("SCRATCH_BYTES = 512 << 20", "SCRATCH_BYTES = 512 << 10")
+    text = text.replace("* WARPS * num_multiprocessors", "* WARPS")
     return text.replace("STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m)", f"STABLE_TORCH_LIBRARY_IMPL({NAMESPACE}, CPU, m)")
 
 
