@@ -21,7 +21,8 @@ bool fits(const Coding &c) {
   int64_t largest = std::max({c.start + c.tokens, c.x.stride[2], s.sign_stride[2], s.mag_stride[2]});
   if (largest > INT32_MAX / 8) return false;  // positions and distances of tokens in bytes are 32-bit numbers
   if (!dim || !rotation || c.x.dtype == FLOAT32 || (c.along_tokens && (s.centre || s.balance))) return false;
-  return aligned(c.x.data, {c.x.stride[0], c.x.stride[1], c.x.stride[2]}, 16, 2) && aligned(s.rotation.blocks, {}, 16, 4);
+  return aligned(c.x.data, {c.x.stride[0], c.x.stride[1], c.x.stride[2]}, 16, 2) &&
+         aligned(s.rotation.blocks, {}, 16, 4);
 }
 
 void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {

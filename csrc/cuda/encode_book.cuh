@@ -31,8 +31,8 @@ __device__ __forceinline__ uint32_t linear(const uint32_t *coefficients, const u
 template <int BITS>
 struct Book {
   static constexpr int FLAGS = BITS - 1, LEVELS = 1 << FLAGS;  // flag 0 is the top bit of the magnitude
-  float edge[LEVELS];       // [2^depth + s], negative, times SHARP: of the edge that decides flag `depth`
-  uint32_t value[LEVELS];   // [s], pairs of float16: of the level in half steps of the grid, which is exact
+  float edge[LEVELS];      // [2^depth + s], negative, times SHARP: of the edge that decides flag `depth`
+  uint32_t value[LEVELS];  // [s], pairs of float16: of the level in half steps of the grid, which is exact
   float half_step;
 
   // By one warp.
@@ -48,7 +48,8 @@ struct Book {
     float middle_edge = (levels[middle - 1] + levels[middle]) / 2;
 #pragma unroll
     for (int b = 0; b < FLAGS; b++) {
-      float other = __shfl_xor_sync(ALL_LANES, level, 1 << b), other_edge = __shfl_xor_sync(ALL_LANES, middle_edge, 1 << b);
+      float other = __shfl_xor_sync(ALL_LANES, level, 1 << b);
+      float other_edge = __shfl_xor_sync(ALL_LANES, middle_edge, 1 << b);
       if (lane >> b & 1) level -= other;
       if (lane >> b & 1 && b < depth) middle_edge -= other_edge;
     }
@@ -68,7 +69,8 @@ struct Book {
 
   // Flags are 0 or 1, those of a NaN 0.
   template <int DEPTH>
-  __device__ __forceinline__ static void decide(float size, float by, const float (&edge)[LEVELS], float (&flags)[FLAGS]) {
+  __device__ __forceinline__ static void decide(float size, float by, const float (&edge)[LEVELS],
+                                                float (&flags)[FLAGS]) {
     if constexpr (DEPTH < FLAGS) {
       flags[DEPTH] = __saturatef(fmaf(size, by, linear<DEPTH>(edge + (1 << DEPTH), flags)));
       decide<DEPTH + 1>(size, by, edge, flags);

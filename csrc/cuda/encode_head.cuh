@@ -59,10 +59,11 @@ __device__ inline float sum_of_split(uint32_t x, Dtype dtype) {
   return parts.x + parts.y;
 }
 
-// The warp's copy of the summands. Returns the unit: a power of two so that the largest amplitude over it is 2^14 .. 2^15,
-// well inside float16.
+// The warp's copy of the summands. Returns the unit: a power of two so that the largest amplitude over it is 2^14 ..
+// 2^15, well inside float16.
 template <int DIM>
-__device__ inline float fill_summands(const float *signs, const float *balance, Dtype dtype, uint32_t (&summands)[DIM]) {
+__device__ inline float fill_summands(const float *signs, const float *balance, Dtype dtype,
+                                      uint32_t (&summands)[DIM]) {
   int lane = lane_id();
   float amplitude[DIM / WARP], largest = 0;
 #pragma unroll
@@ -106,8 +107,7 @@ __device__ inline void fill_right(Head<DIM, BITS, VALUES> &head) {
       if (VALUES)
         ((uint2 *)&head.right[to / 2][lane])[tile % 2] = make_uint2(first[0] ^ flip0, first[1] ^ flip1);
       else
-        head.right[to][lane] =
-            make_uint4(first[0] ^ flip0, first[1] ^ flip1, second[0] ^ flip0, second[1] ^ flip1);
+        head.right[to][lane] = make_uint4(first[0] ^ flip0, first[1] ^ flip1, second[0] ^ flip0, second[1] ^ flip1);
     }
   }
 }
@@ -156,7 +156,8 @@ struct Blocks {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         head.blocks[t][j][i][c] = row[span][i];
-        v[i] = C::SPANS == 1 ? mixed[0][i] : span ? mixed[0][i] - mixed[C::SPANS - 1][i] : mixed[0][i] + mixed[C::SPANS - 1][i];
+        float other = C::SPANS == 1 ? 0 : mixed[C::SPANS - 1][i];
+        v[i] = span ? mixed[0][i] - other : mixed[0][i] + other;
       }
       if (VALUES) continue;
       float sum[4];

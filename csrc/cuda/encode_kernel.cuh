@@ -36,8 +36,10 @@ __device__ __forceinline__ void store_keys(const Head<DIM, BITS, false> &head, i
   char *planes[BITS];
   uint32_t strides[BITS];
 #pragma unroll
-  for (int p = 0; p < BITS; p++)
-    planes[p] = head.planes[p] + 4 * c + (uint64_t)(uint32_t)(first + g) * head.strides[p], strides[p] = head.strides[p];
+  for (int p = 0; p < BITS; p++) {
+    strides[p] = head.strides[p];
+    planes[p] = head.planes[p] + 4 * c + (uint64_t)(uint32_t)(first + g) * strides[p];
+  }
 #pragma unroll
   for (int r = 0; r < 2; r++)
     if (c < DIM / 32 && valid >> (g + 8 * r) & 1)
@@ -58,11 +60,12 @@ __device__ __forceinline__ uint32_t exchange(uint32_t own) {
   return (own & mask) | (other & ~mask);
 }
 
-// Values: 32 x 32 bits are transposed, bytes in registers and their bits between lanes, so that lane 4g + c has the words
-// of coordinates 32 c + 8 r + g. Bits of tokens in `kept` stay. Planes p with p % of == which.
+// Values: 32 x 32 bits are transposed, bytes in registers and their bits between lanes, so that lane 4g + c has the
+// words of coordinates 32 c + 8 r + g. Bits of tokens in `kept` stay. Planes p with p % of == which.
 template <int DIM, int BITS>
-__device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, int block, const Words<DIM, BITS> &words,
-                                             int slot, uint32_t valid, int which, int of) {
+__device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, int block,
+                                             const Words<DIM, BITS> &words, int slot, uint32_t valid, int which,
+                                             int of) {
   uint32_t kept = valid_tokens(block, 0, head.start);
   int g = lane_id() / 4, c = lane_id() % 4;
 #pragma unroll
@@ -96,9 +99,9 @@ __device__ __forceinline__ Part part_of(int block, int i, uint32_t valid) {
   return {block * BLOCK_LEN + i % 2 * PART_LEN, valid >> i % 2 * PART_LEN & 0xffff};
 }
 
-// Encodes a part, whose rows have been asked for, and asks for those of the next, whose bits of valid tokens are the upper
-// ones. Words of values go to the slot. Not inlined, as the compiler then would keep the addresses of all that is read here in registers, which there
-// are too few of.
+// Encodes a part, whose rows have been asked for, and asks for those of the next, whose bits of valid tokens are the
+// upper ones. Words of values go to the slot. Not inlined, as the compiler then would keep the addresses of all that is
+// read here in registers, which there are too few of.
 template <int DIM, int BITS, bool VALUES>
 __device__ __attribute__((noinline)) void encode_part(int first, int first_of_next, uint32_t valid, int slot) {
   extern __shared__ uint4 memory[];
@@ -140,7 +143,8 @@ __global__ void __launch_bounds__(THREADS, CTAS<DIM>)
   Shared<DIM, BITS, VALUES> &shared = *(Shared<DIM, BITS, VALUES> *)memory;
   Head<DIM, BITS, VALUES> &head = shared.head;
   Words<DIM, BITS> &words = *(Words<DIM, BITS> *)shared.words;
-  uint32_t index = blockIdx.x / plan.ctas_per_head, batch = index / (uint32_t)c.heads, of_batch = index % (uint32_t)c.heads;
+  uint32_t index = blockIdx.x / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
+  uint32_t of_batch = index % heads;
   int warp = warp_id(), start = (int)c.start, stop = (int)(c.start + c.tokens), shares = plan.blocks_per_warp ? 1 : 2;
   int block = start / BLOCK_LEN + (int)(blockIdx.x % plan.ctas_per_head) * plan.cta_blocks() + warp / shares;
   uint32_t valid = valid_tokens(block, start, stop);

@@ -1,9 +1,9 @@
 // encode of bfloat16 and float16 by tensor cores, 16 tokens of one head by one warp. Lane 4g + c has tokens g and g + 8,
-// and of each a quarter of the coordinates, two blocks of four of every word of 32:
+// of each a quarter of the coordinates, two blocks of four of every word of 32:
 //   d = 4 (8t + 2c + j) + i       t < D/32, j < 2, i < 4
-// Products mix blocks, of each i apart, with up to 32 of them at a time; their right factor holds signs and balance too,
-// as the sum of two 16-bit matrices (relative error 2^-17; values need one, which is exact). What mixes the bits of i in
-// a transform of D is part of the blocks of four, which are applied in registers.
+// Products mix blocks, of each i apart, up to 32 of them at a time; their right factor holds signs and balance too, as
+// the sum of two 16-bit matrices (relative error 2^-17; values need one, which is exact). What mixes the bits of i in a
+// transform of D is part of the blocks of four, which are applied in registers.
 //
 // The count of instructions decides: 128 coordinates may take 140 of a warp if memory is to take half of the time. So
 // bits are made as 0.0 and 1.0 by multiply-adds that saturate, and tensor cores gather them into words and add up what
@@ -21,8 +21,8 @@ namespace halves {
 template <int DIM>
 using Tile = float[4][DIM / 32][4];
 
-// The 16 bytes of two blocks 8m + 2c and 8m + 2c + 1 of token g + 8r are those of slot 2m + r and this lane, which copies
-// and reads them alone.
+// The 16 bytes of two blocks 8m + 2c and 8m + 2c + 1 of token g + 8r are those of slot 2m + r and this lane, which
+// copies and reads them alone.
 template <int DIM>
 using Slots = uint4[DIM / 16][WARP];
 
@@ -83,7 +83,8 @@ __device__ __forceinline__ void multiply(const Head<DIM, BITS, VALUES> &head, co
 // Mixes the spans, then applies the blocks and takes away the centre; leaves no negative zero. Adds the squares of each
 // token.
 template <int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ void finish_rotation(const Head<DIM, BITS, VALUES> &head, Tile<DIM> &y, float (&squares)[2]) {
+__device__ __forceinline__ void finish_rotation(const Head<DIM, BITS, VALUES> &head, Tile<DIM> &y,
+                                                float (&squares)[2]) {
   using C = Cut<DIM>;
 #pragma unroll
   for (int e = 0; e < 16 * C::TILES && C::SPANS == 2; e++) {
@@ -113,9 +114,10 @@ __device__ __forceinline__ void finish_rotation(const Head<DIM, BITS, VALUES> &h
     }
 }
 
-// Sums over the coordinates that tensor cores make. Words: column 2t + h is half h of word t, from EXACT on, in which one
-// is the last bit; those of signs count each coordinate as 1 or -1. Products of a token with itself are on the diagonal
-// of the first eight tokens in dots[0] and squares[0], rows g, of the last eight in dots[1] and squares[1], rows g + 8.
+// Sums over the coordinates that tensor cores make. Words: column 2t + h is half h of word t, from EXACT on, in which
+// one is the last bit; those of signs count each coordinate as 1 or -1. Products of a token with itself are on the
+// diagonal of the first eight tokens in dots[0] and squares[0], rows g, of the last eight in dots[1] and squares[1],
+// rows g + 8.
 constexpr float EXACT = 8388608;  // 2^23
 template <int DIM, int BITS>
 struct Sums {
@@ -177,7 +179,8 @@ __device__ __forceinline__ void quantise(const Tile<DIM> &y, const float (&by)[2
       mma_half<__half>(sums.words[FLAGS][t / 4], sign[0], sign[1], sign[2], sign[3], low, high);
 #pragma unroll
       for (int b = 0; b < FLAGS; b++)
-        mma_half<__half>(sums.words[FLAGS - 1 - b][t / 4], flags[b][0], flags[b][1], flags[b][2], flags[b][3], low, high);
+        mma_half<__half>(sums.words[FLAGS - 1 - b][t / 4], flags[b][0], flags[b][1], flags[b][2], flags[b][3], low,
+                         high);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         uint32_t flag[FLAGS];

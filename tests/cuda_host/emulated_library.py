@@ -2,8 +2,8 @@
 
 Sources are copied to a build folder with five changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
 __shared__`` arrays point into its memory, ops are registered for the CPU, scratch is limited to 512 KB, so that small
-problems are done in parts too, and ``encode`` fills one multiprocessor only, so that its warps have several blocks. A header that lies next to this file takes
-the place of the one of the same name in ``csrc/cuda``.
+problems are done in parts too, and ``encode`` fills one multiprocessor only, so that its warps have several blocks. A header
+that lies next to this file takes the place of the one of the same name in ``csrc/cuda``.
 """
 
 import fcntl
