@@ -159,12 +159,13 @@ struct Blocks {
         float other = C::SPANS == 1 ? 0 : mixed[C::SPANS - 1][i];
         v[i] = span ? mixed[0][i] - other : mixed[0][i] + other;
       }
-      if (VALUES) continue;
       float sum[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        sum[i] = row[span][i].x * v[0] + row[span][i].y * v[1] + row[span][i].z * v[2] + row[span][i].w * v[3] + 0.0f;
-      head.shift[t][j][c] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      for (int i = 0; i < 4; i++) {
+        float4 x = row[span][i];
+        sum[i] = x.x * v[0] + x.y * v[1] + x.z * v[2] + x.w * v[3] + 0.0f;
+      }
+      if (!VALUES) head.shift[t][j][c] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
   }
 };

@@ -1,5 +1,5 @@
-// encode of bfloat16 and float16 by tensor cores, 16 tokens of one head by one warp. Lane 4g + c has tokens g and g + 8,
-// of each a quarter of the coordinates, two blocks of four of every word of 32:
+// encode of bfloat16 and float16 by tensor cores, 16 tokens of one head by one warp. Lane 4g + c has tokens g and g + 8
+// and of each a quarter of the coordinates, two blocks of four of every word of 32:
 //   d = 4 (8t + 2c + j) + i       t < D/32, j < 2, i < 4
 // Products mix blocks, of each i apart, up to 32 of them at a time; their right factor holds signs and balance too, as
 // the sum of two 16-bit matrices (relative error 2^-17; values need one, which is exact). What mixes the bits of i in a
