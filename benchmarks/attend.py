@@ -1,5 +1,6 @@
 """Attention of one decode step on packed tokens against dense attention, and encode against prefill:
-``python benchmarks/attend.py --threads 1 --json attend.json``.
+``python benchmarks/attend.py --threads 1 --json attend.json``. With ``--exact``, the flush of a block too, whose ``share``
+is its time over that of attention of the first instruction set in the ``FLUSH_LEN`` steps for which it is made once.
 
 Both sides run in every round, in random order, so that whatever else the machine does and what the caches still hold hits
 both; medians and minima over the rounds, the spread is (third - first quartile) / median. Dense is the best by median of
@@ -23,7 +24,7 @@ from torch_kvq import ops
 from torch_kvq.backends import native
 from torch_kvq.codecs.isoquant import IsoQuantConfig
 from torch_kvq.layout import token_bytes
-from torch_kvq.store import PackedStore
+from torch_kvq.store import ExactStore, PackedStore
 
 CPU_SHAPES = [(1, hq, hk, d, t) for hq, hk, d in ((32, 8, 128), (9, 3, 64)) for t in (512, 1024, 4096, 32768)]
 GPU_MODELS = ((32, 8, 128), (16, 8, 128), (64, 8, 128), (32, 8, 64), (32, 8, 256))
@@ -34,6 +35,7 @@ GPU_SHAPES = [
 ]
 PREFILL = 4096
 NUM_SINKS = 4
+FLUSH_LEN = 16  # tokens that a cache packs at a time
 CACHE_MULTIPLE = 3  # copies of the data hold this many times the L2 cache
 MAX_COPIES = 96
 
@@ -96,6 +98,22 @@ def packed_calls(q, k, v, bits: int, exact: int, isas: list[str]) -> dict[str, C
     return {isa: lambda isa=isa: attend(isa) for isa in isas}
 
 
+def flush_call(k: torch.Tensor, v: torch.Tensor, bits: int, exact: int, dtype: torch.dtype) -> dict[str, Callable]:
+    """What a cache with ``exact`` tokens does once in ``FLUSH_LEN`` steps: packs a block, moves the tokens that stay exact."""
+    num_sinks, capacity, held = min(NUM_SINKS, exact), exact + FLUSH_LEN, ExactStore()
+    held.keep(*(x[:, :, :capacity].to(dtype) for x in (k, v)), capacity)
+    buffers, packed = (held.key_buffer, held.value_buffer), stores(k[:, :, :FLUSH_LEN], v[:, :, :FLUSH_LEN], bits)
+
+    def flush() -> None:
+        (held.key_buffer, held.value_buffer), held.length = buffers, capacity
+        for store, x in zip(packed, (held.keys, held.values)):
+            store.length = 0
+            store.append(x[:, :, num_sinks : num_sinks + FLUSH_LEN])
+        held.drop(num_sinks, num_sinks + FLUSH_LEN, capacity)
+
+    return dict(flush=flush)
+
+
 def sides_of(make: Callable[[], dict[str, Callable]], num_bytes: float, device: str) -> dict[str, Callable]:
     """Sides of what ``make`` returns, each over its own copies."""
     made = [make() for _ in range(num_copies(num_bytes, device))]
@@ -120,6 +138,9 @@ def attend_row(shape: tuple[int, ...], args, rate: float) -> dict:
     dense_bytes = 2 * k.numel() * torch.bfloat16.itemsize
     exact_bytes = 2 * batch * heads * args.exact * dim * query.itemsize
     ours = sides_of(lambda: packed_calls(query, k, v, args.bits, args.exact, args.isas), num_bytes, args.device)
+    if args.exact:
+        moved_bytes = exact_bytes + 2 * batch * heads * FLUSH_LEN * dim * query.itemsize
+        ours |= sides_of(lambda: flush_call(k, v, args.bits, args.exact, query.dtype), moved_bytes, args.device)
     theirs = sides_of(lambda: dense.decode_calls(q, k, v), dense_bytes, args.device)
     best, results = compare(ours, theirs, args.rounds)
     for isa in args.isas:
@@ -127,8 +148,11 @@ def attend_row(shape: tuple[int, ...], args, rate: float) -> dict:
         row["ratio"] = results[best]["median_ms"] / row["median_ms"]
         row["ratio_of_minima"] = results[best]["min_ms"] / row["min_ms"]
         row["memory_share"] = num_bytes / (row["median_ms"] / 1e3) / rate
+    flush = results.pop("flush", None)
+    if flush:
+        flush["share"] = flush["median_ms"] / FLUSH_LEN / results[args.isas[0]]["median_ms"]
     sizes = dict(packed_bytes=num_bytes, dense_bytes=dense_bytes, exact_bytes=exact_bytes)
-    return dict(shape=shape, best_dense=best, **sizes, results=results)
+    return dict(shape=shape, best_dense=best, **sizes, results=results, flush=flush)
 
 
 def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:

@@ -26,6 +26,7 @@ GPU_BARS = {
 }
 LONGEST, FP8_SHAPE = (8, 32, 8, 128, 131072), (8, 32, 8, 128, 32768)
 ENCODE_LEN, ENCODE_SHARE = 4096, 0.15
+FLUSH_SHAPES, FLUSH_SHARE = ((8, 32, 8, 128, 32768), (1, 32, 8, 128, 32768)), 0.05
 # Of attend_sparse.py at SPARSE_SHARE: least speed-up by device and (B, Hq, Hk, d, T). SCAN_SHARE: scan, selection over dense.
 SPARSE_BARS = {
     ("cpu", 1, 32, 8, 128, 32768): 4.0,
@@ -118,6 +119,9 @@ def _gpu_bars(result: dict) -> list[Bar]:
             found.append(Bar(f"attend {_shape(row)}", ours["ratio"], GPU_BARS[shape]))
         if shape == LONGEST:
             found.append(Bar(f"share of the copy rate {_shape(row)}", ours["memory_share"], 0.8, "%"))
+        if shape in FLUSH_SHAPES and row.get("flush"):
+            what = f"flush of a block, {three_digits(1e3 * row['flush']['median_ms'])} us / decode attention {_shape(row)}"
+            found.append(Bar(what, row["flush"]["share"], FLUSH_SHARE, "%", at_most=True))
         if shape == FP8_SHAPE:
             fp8 = sides.get(FEWER_BITS[0])
             found.append(Bar(f"{FEWER_BITS[0]} {_shape(row)}", fp8 and fp8["median_ms"] / ours["median_ms"], 2.5))

@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import attend
 import attend_tables
 import caches
 import chart
@@ -97,6 +98,9 @@ def test_attend_measures_both_sides(attended):
         dense = [side["median_ms"] for name, side in row["results"].items() if name not in isas]
         assert row["results"][row["best_dense"]]["median_ms"] == min(dense)
         assert all(0 < side["min_ms"] <= side["median_ms"] <= side["max_ms"] for side in row["results"].values())
+    for row in attended["attend"]:
+        each = row["flush"]["median_ms"] / attend.FLUSH_LEN
+        assert row["flush"]["share"] == pytest.approx(each / row["results"][isa]["median_ms"]) and each > 0
     first = attended["attend"][0]
     assert first["packed_bytes"] == 2 * (256 - 32) * 2 * (3 * 64 / 8 + 2) and first["exact_bytes"] == 2 * 2 * 32 * 64 * 4
     assert attended["memory_rate"] > 0 and attended["encode"][0]["results"][isa]["share"] > 0

@@ -102,6 +102,13 @@ def test_encode_of_many_tokens_and_of_flushes(along_tokens, rule):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_encode_of_any_magnitude(dim, along_tokens, dtype):
+    codec_checks.check_encode_of_any_magnitude(ops, DEVICE, dim, along_tokens, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 80])

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "call.h"
 
 namespace kvq {
@@ -16,11 +18,11 @@ bool aligned(const void *data, std::initializer_list<int64_t> strides, int64_t b
 bool fits(const Coding &c) {
   const Store &s = c.store;
   bool dim = s.dim == 64 || s.dim == 128 || s.dim == 256, rotation = s.rotation.rounds == 1 && !s.rotation.matrix;
-  if (c.start + c.tokens > INT32_MAX / 2) return false;
+  int64_t largest = std::max({c.start + c.tokens, c.x.stride[2], s.sign_stride[2], s.mag_stride[2]});
+  if (largest > INT32_MAX / 8) return false;  // positions and distances of tokens in bytes are 32-bit numbers
   if (!dim || !rotation || c.x.dtype == FLOAT32 || (c.along_tokens && (s.centre || s.balance))) return false;
   return aligned(c.x.data, {c.x.stride[0], c.x.stride[1], c.x.stride[2]}, 16, 2) &&
-         aligned(s.sign, {s.sign_stride[0], s.sign_stride[1], s.sign_stride[2]}, 8, 4) &&
-         aligned(s.mag, {s.mag_stride[0], s.mag_stride[1], s.mag_stride[2], s.mag_stride[3]}, 8, 4);
+         aligned(s.rotation.blocks, {}, 16, 4);
 }
 
 void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {

@@ -31,5 +31,11 @@ __device__ __forceinline__ float2 floats_of_pair<__nv_bfloat16>(uint32_t pair) {
   return __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
 }
 
+// a b + c of pairs of float16, rounded once.
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  __half2 sum = __hfma2(*(const __half2 *)&a, *(const __half2 *)&b, *(const __half2 *)&c);
+  return *(uint32_t *)&sum;
+}
+
 }  // namespace cuda
 }  // namespace kvq

@@ -86,12 +86,12 @@ struct Codebook {
 // with a NaN.
 __device__ inline float scale_of(int rule, float norm, float rms, float dot, float square) {
   const float eps = 1e-30f, largest = 65504;
-  if (!(norm > 0)) return 0;
-  float scale = rms;
-  if (rule == MATCHED) scale = __fdividef(norm, sqrtf(square));
-  if (rule == UNBIASED) scale = __fdividef(norm * norm, fmaxf(dot, eps));
-  if (rule == MSE) scale = __fdividef(dot, square);
-  return scale < largest ? scale : largest;
+  float root = square * rsqrtf(fmaxf(square, eps));
+  float by = rule == MATCHED ? root : rule == UNBIASED ? fmaxf(dot, eps) : rule == MSE ? square : 1;
+  float scale = rule == MATCHED ? norm : rule == UNBIASED ? norm * norm : rule == MSE ? dot : rms;
+  scale = __fdividef(scale, by);
+  scale = scale < largest ? scale : largest;
+  return norm > 0 ? scale : 0;
 }
 
 }  // namespace cuda

@@ -28,6 +28,13 @@ __device__ __forceinline__ void copy_async(void *shared, const void *global) {
 // Waits for the copies of this thread.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// (x & mask) | bits, in one instruction.
+__device__ __forceinline__ uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
+  return r;
+}
+
 // x, as a value the compiler knows nothing of: what depends on it is computed where it is used, not kept in registers
 // across a loop.
 __device__ __forceinline__ int opaque(int x) {

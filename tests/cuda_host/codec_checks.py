@@ -72,6 +72,17 @@ def check_encode(ops, device, dim, kind, bits, along_tokens, rule, dtype, plain=
     assert (~agree).sum() <= max(1, CODES_TOLERANCE * agree.numel())
 
 
+def check_encode_of_any_magnitude(ops, device, dim, along_tokens, dtype):
+    """Vectors of norms from 1e-6 to 1e6, those of float16 from 1e-3 to 1e3, next to each other: codes do not depend on it."""
+    generator = torch.Generator().manual_seed(dim)
+    x = torch.randn(2, 3, 80, dim, generator=generator)
+    decades = 3 if dtype == torch.float16 else 6
+    x = (x * 10 ** (decades * (2 * torch.rand(2, 3, 80, 1, generator=generator) - 1))).to(dtype)
+    ours, theirs = encode_both(ops, device, x, 3, along_tokens, "isoquant", "mse", True, ((0, 80),))
+    agree = same_codes(ours, theirs, along_tokens, dim, 80)
+    assert (~agree).sum() <= max(1, CODES_TOLERANCE * agree.numel())
+
+
 def check_encode_of_odd_vectors(ops, device, dim, along_tokens, rule, dtype):
     """Zeros, tiny, huge and one-hot vectors, and a NaN and an infinity that must stay in their vectors."""
     x = torch.randn(1, 2, 70, dim, generator=torch.Generator().manual_seed(3))

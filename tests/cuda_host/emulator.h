@@ -247,6 +247,14 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __frsqrt_rn(float x) { return 1 / sqrtf(x); }
 inline float __frcp_rn(float x) { return 1 / x; }
+inline float __saturatef(float x) { return x > 1 ? 1.0f : x > 0 ? x : 0.0f; }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, int by) {
+  return ((uint64_t)high << 32 | low) << (by & 31) >> 32;
+}
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
+  return __floats2half2_rn(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
+}
 template <class T>
 T min(T x, T y) {
   return y < x ? y : x;

@@ -45,6 +45,11 @@ inline void mma_half(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
   });
 }
 
+// m16n8k8 is the part of m16n8k16 with k < 8.
+inline void mma_half8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  mma_half<__half>(c, a0, a1, 0, 0, b0, 0);
+}
+
 // Row `lane % 8` of matrix `lane / 8` starts at `row`; lane 4 r + j gets elements 2 j and 2 j + 1 of row r of each matrix,
 // or, transposed, elements r of rows 2 j and 2 j + 1.
 inline void load_matrices(uint32_t (&result)[4], const void *row, bool transposed) {
@@ -69,6 +74,7 @@ inline void load_matrices(uint32_t (&result)[4], const void *row, bool transpose
 inline void load_transposed(uint32_t (&r)[4], const void *shared) { load_matrices(r, shared, true); }
 inline void load_straight(uint32_t (&r)[4], const void *shared) { load_matrices(r, shared, false); }
 
+inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 inline int opaque(int x) { return x; }
 inline float fast_exp2(float x) { return exp2f(x); }
 

@@ -107,6 +107,12 @@ def test_encode_and_decode(ops, dim, kind, along_tokens, dtype):
 
 
 @pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_encode_of_any_magnitude(ops, dim, along_tokens):
+    codec_checks.check_encode_of_any_magnitude(ops, "cpu", dim, along_tokens, torch.bfloat16)
+
+
+@pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 80])
 def test_encode_of_odd_vectors(ops, dim, along_tokens):
     codec_checks.check_encode_of_odd_vectors(ops, "cpu", dim, along_tokens, "unbiased", torch.bfloat16)
