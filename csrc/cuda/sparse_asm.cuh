@@ -24,22 +24,15 @@ __device__ __forceinline__ void wait_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// A kernel that launch_behind starts may begin before the kernels ahead of it have ended: nothing of theirs is read or
-// overwritten before this wait. It then lets the next one begin.
+// A kernel that launch_behind starts may begin before the kernels ahead of it have ended: nothing of the device's memory
+// is read or written before this wait. It then lets the next one begin.
 __device__ __forceinline__ void wait_for_kernels_ahead() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-// What the first kernel of a chain says for the next one to begin early.
-__device__ __forceinline__ void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-// Launches a kernel that calls wait_for_kernels_ahead, behind one of the same operator that does so or is its first.
+// Launches a kernel that calls wait_for_kernels_ahead.
 template <class... Parameters, class... Arguments>
 void launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
                    Arguments &&...arguments) {

@@ -76,7 +76,7 @@ void allow(Kernel kernel, int bytes) {
 template <class Worker>
 void gather_by(const Selected &s, const Work &w, cudaStream_t stream) {
   allow(attend_gathered<Worker>, Worker::S::BYTES);
-  attend_gathered<Worker><<<w.parts, GATHER_WARPS * WARP, Worker::S::BYTES, stream>>>(s, w);
+  launch_behind(attend_gathered<Worker>, dim3(w.parts), GATHER_WARPS * WARP, Worker::S::BYTES, stream, s, w);
 }
 
 template <class T>
@@ -111,13 +111,13 @@ void launch_attend_selected(const Selected &s, int num_multiprocessors, void *sc
     gather_by<PackedWarp<3, 128>>(s, w, stream);
   } else if (!gathers(s)) {
     allow(attend_any, any_bytes(s.attention));
-    attend_any<<<w.parts, ANY_THREADS, any_bytes(s.attention), stream>>>(s, w);
+    launch_behind(attend_any, dim3(w.parts), ANY_THREADS, any_bytes(s.attention), stream, s, w);
   } else if (s.attention.q.dtype == FLOAT16) {
     gather<__half>(s, w, stream);
   } else {
     gather<__nv_bfloat16>(s, w, stream);
   }
-  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), ANY_THREADS, 8 * s.attention.value_dim, stream, s, w);
+  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), JOIN_THREADS, combine_bytes(s.attention), stream, s, w);
 }
 
 void launch_qk_selected(const Selected &s, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// top_p_select, last part: a selection that is too large loses its smallest shares, and bit masks become indices.
+// top_p_select, last part: scores in doubt of which all codes are counted are settled, a selection that is too large loses
+// its smallest shares, and bit masks become indices.
 #pragma once
 
 #include "sparse_marks.cuh"
@@ -6,7 +7,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int CAP_THREADS = 1024, COMPACT_THREADS = 256;
+constexpr int SETTLE_THREADS = 1024, COMPACT_THREADS = 256, ROWS_AT_ONCE = 4;
 
 template <int THREADS>
 __device__ __forceinline__ int block_sum(int x, int *shared) {
@@ -31,20 +32,67 @@ __device__ __forceinline__ uint32_t share_of(const TopP &p, const SelectionRows 
   return ordered_bits(most + 0.0f);
 }
 
-// Leaves the `capacity` largest shares of a selection, of equal ones the first. Rare, so that one block of threads does
-// it.
-__global__ void __launch_bounds__(CAP_THREADS, 1)
-    cap(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+// A row of which some scores are in doubt: those from `least` on are kept.
+struct DoubtfulRow {
+  const __half *scores;
+  const uint32_t *doubt;
+  float least;
+
+  // By a warp.
+  __device__ __forceinline__ DoubtfulRow(const TopP &p, const RowPlace &row, const RowCut *cuts, const Marks &marks) {
+    int64_t flat = row.flat(p);
+    RowCut cut = cuts[flat];
+    scores = (const __half *)ScoreRow(p, row).scores, doubt = marks.doubt + flat * marks.words, least = INFINITY;
+    if (!(cut.edge < cut.sure)) return;  // no bin is cut
+    const uint32_t *counts = marks.counts + flat * CODES;
+    int lane = lane_id(), bin = bin_of(cut.edge), upper = CODES - 1 - 2 * lane;
+    auto mass_of = [&](int code) {  // 0 for those above cut.base, of which there are none
+      return counts[code] ? (float)counts[code] * expf(score_of(bin, code) - cut.base) : 0;
+    };
+    float above = mass_of(upper), sum = above + mass_of(upper - 1), until = sum;
+    for (int step = 1; step < WARP; step *= 2) {
+      float other = __shfl_up_sync(ALL_LANES, until, step);
+      if (lane >= step) until += other;
+    }
+    uint32_t behind = __ballot_sync(ALL_LANES, until >= cut.need);
+    int found = behind ? __ffs((int)behind) - 1 : WARP - 1;
+    bool first = until - sum + above >= cut.need;
+    least = score_of(bin, __shfl_sync(ALL_LANES, first ? upper : upper - 1, found));
+  }
+  static __device__ __forceinline__ float score_of(int bin, int code) {
+    uint32_t all = (uint32_t)bin << BIN_SHIFT | (uint32_t)code, bits = all & 0x8000 ? all ^ 0x8000 : ~all & 0xffff;
+    return __half2float(__ushort_as_half((unsigned short)bits));
+  }
+};
+
+// Adds to the kept columns of word w those of up to WARP rows that were in doubt, some loads at a time.
+__device__ __forceinline__ uint32_t settled_word(uint32_t kept, const DoubtfulRow *rows, int num_rows, int w) {
+  for (int first = 0; first < num_rows; first += ROWS_AT_ONCE) {
+    uint32_t doubt[ROWS_AT_ONCE], any = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS_AT_ONCE; i++) any |= doubt[i] = first + i < num_rows ? rows[first + i].doubt[w] & ~kept : 0;
+    for (; any; any = doubt[0] | doubt[1] | doubt[2] | doubt[3]) {
+      __half x[ROWS_AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < ROWS_AT_ONCE; i++)
+        if (doubt[i]) x[i] = rows[first + i].scores[w * 32 + __ffs((int)doubt[i]) - 1];
+#pragma unroll
+      for (int i = 0; i < ROWS_AT_ONCE; i++)
+        if (doubt[i]) {
+          if (__half2float(x[i]) >= rows[first + i].least) kept |= doubt[i] & -doubt[i];
+          doubt[i] &= doubt[i] - 1;
+        }
+    }
+  }
+  return kept;
+}
+
+// Leaves the `room` largest shares of a selection, of equal ones the first. Rare, so that one block of threads does it.
+__device__ inline void cut_to_capacity(const TopP &p, const SelectionRows &selection, const RowCut *cuts, uint32_t *kept,
+                                       int first, int last, int room) {
   constexpr int DIGIT = 8, CELLS = 1 << DIGIT;
-  __shared__ int cells[CELLS], shared[CAP_THREADS / WARP];
-  wait_for_kernels_ahead();
-  SelectionRows selection(p, blockIdx.x);
-  uint32_t *kept = marks.kept + (int64_t)blockIdx.x * marks.words;
-  int t = threadIdx.x, each = (int)ceil_div(marks.words, CAP_THREADS), first = min(t * each, marks.words),
-      last = min(first + each, marks.words);
-  int own = 0, room = (int)min(p.selection.capacity, (int64_t)INT32_MAX);
-  for (int w = first; w < last; w++) own += __popc(kept[w]);
-  if (block_sum<CAP_THREADS>(own, shared) <= room) return;
+  __shared__ int cells[CELLS], sums[SETTLE_THREADS / WARP];
+  int t = threadIdx.x;
   auto each_kept = [&](auto use) {
     for (int w = first; w < last; w++)
       for (uint32_t word = kept[w]; word; word &= word - 1)
@@ -66,10 +114,39 @@ __global__ void __launch_bounds__(CAP_THREADS, 1)
   }
   int ties = 0;
   each_kept([&](int, uint32_t, uint32_t share) { ties += share == prefix; });
-  int rank = running_sum<CAP_THREADS>(ties, shared) - ties;
+  int rank = running_sum<SETTLE_THREADS>(ties, sums) - ties;
   each_kept([&](int w, uint32_t bit, uint32_t share) {
     if (share < prefix || (share == prefix && rank++ >= room)) kept[w] &= ~bit;
   });
+}
+
+// A block of threads has a selection, a thread words side by side.
+template <bool CODES_COUNTED>
+__global__ void __launch_bounds__(SETTLE_THREADS, 1)
+    settle(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+  __shared__ uint4 memory[WARP * sizeof(DoubtfulRow) / sizeof(uint4) + 1];
+  __shared__ int sums[SETTLE_THREADS / WARP];
+  int t = threadIdx.x, warp = warp_id(), each = (int)ceil_div(marks.words, SETTLE_THREADS),
+      first = min(t * each, marks.words), last = min(first + each, marks.words);
+  SelectionRows selection(p, blockIdx.x);
+  uint32_t *kept = marks.kept + (int64_t)blockIdx.x * marks.words;
+  DoubtfulRow *rows = (DoubtfulRow *)memory;
+  wait_for_kernels_ahead();
+  if (CODES_COUNTED)
+    for (int from = 0; from < selection.count(); from += WARP) {
+      int num_rows = min(selection.count() - from, WARP);
+      __syncthreads();
+      if (warp < num_rows) {
+        DoubtfulRow row(p, selection.row(from + warp), cuts, marks);
+        if (lane_id() == 0) rows[warp] = row;
+      }
+      __syncthreads();
+      for (int w = first; w < last; w++) kept[w] = settled_word(kept[w], rows, num_rows, w);
+    }
+  int own = 0, room = (int)min(p.selection.capacity, (int64_t)INT32_MAX);
+  if (p.selection.capacity >= p.columns) return;
+  for (int w = first; w < last; w++) own += __popc(kept[w]);
+  if (block_sum<SETTLE_THREADS>(own, sums) > room) cut_to_capacity(p, selection, cuts, kept, first, last, room);
 }
 
 // A block of threads writes the indices of its words, a word a thread, behind those of all words before.

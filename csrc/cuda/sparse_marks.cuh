@@ -7,42 +7,73 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int MARK_THREADS = 128, RESOLVE_THREADS = 1024, MAX_LISTED = 4096;
+constexpr int MARK_THREADS = 256, MARK_STEPS = 4, RESOLVE_THREADS = 1024, MAX_LISTED = 4096;
 
 struct Marks {
-  uint32_t *kept;   // [B, K, words], of the union of rows
-  uint32_t *doubt;  // [rows, words], in the bin of the cut
-  int words;
+  uint32_t *kept;    // [B, K, words], of the union of rows
+  uint32_t *doubt;   // [rows, words], in the bin of the cut
+  uint32_t *counts;  // [rows, CODES] of float16 scores without a mask: how many of these are each code of that bin
+  int words, steps;  // steps: of `mark`, up to MARK_STEPS
 };
 
-// A thread has eight columns, a byte of each mask.
+// Whether scores are float16 codes as they lie in memory, so that those in doubt are counted code by code.
 template <class Score, bool MASKED>
-__global__ void __launch_bounds__(MARK_THREADS, 8)
+constexpr bool has_codes() {
+  return sizeof(Score) == 2 && !MASKED;
+}
+
+// Place of a float16 score in its bin.
+__device__ __forceinline__ uint32_t code_in_bin(float score) {
+  uint32_t bits = __half_as_ushort(__float2half_rn(score + 0.0f));
+  return (bits & 0x8000 ? ~bits : bits) % CODES;
+}
+
+// A thread has eight columns a step, a byte of each mask.
+template <class Score, bool MASKED>
+__global__ void __launch_bounds__(MARK_THREADS, 4)
     mark(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+  __shared__ uint32_t cells[2][CODES];  // of every other row
   SelectionRows selection(p, blockIdx.y);
-  int unit = blockIdx.x * MARK_THREADS + threadIdx.x, first = unit * PIECE, count = (int)p.columns - first;
+  int t = threadIdx.x, number = 0;
+  auto unit_of = [&](int step) { return ((int)blockIdx.x * marks.steps + step) * MARK_THREADS + t; };
+  if (t < 2 * CODES) cells[t / CODES][t % CODES] = 0;
+  __syncthreads();
   wait_for_kernels_ahead();
-  if (unit >= marks.words * 4) return;
   uint32_t kept = 0;
   selection.each([&](const RowPlace &row) {
     ScoreRow scores(p, row);
     int flat = row.flat(p);
+    uint32_t *own = cells[number++ % 2];
     float sure = cuts[flat].sure, edge = cuts[flat].edge;
-    __align__(16) Piece<Score> piece;
-    piece.load((const Score *)scores.scores + first, count);
-    uint32_t doubt = 0;
+    __align__(16) Piece<Score> pieces[MARK_STEPS];
 #pragma unroll
-    for (int i = 0; i < PIECE; i++) {
-      float x = float(piece.x[i]);
-      if (MASKED && i < count) x = scores.masked(x, first + i);
-      kept |= (uint32_t)!(x < sure) << i;
-      doubt |= (uint32_t)(x < sure && x >= edge) << i;
+    for (int step = 0; step < MARK_STEPS; step++)
+      if (step < marks.steps)
+        pieces[step].load((const Score *)scores.scores + unit_of(step) * PIECE, (int)p.columns - unit_of(step) * PIECE);
+#pragma unroll
+    for (int step = 0; step < MARK_STEPS; step++) {
+      int unit = unit_of(step), first = unit * PIECE, count = (int)p.columns - first;
+      if (step >= marks.steps || unit >= marks.words * 4) break;
+      uint32_t there = count < PIECE ? (1u << max(count, 0)) - 1 : 0xff, keep = 0, doubt = 0;
+#pragma unroll
+      for (int i = 0; i < PIECE; i++) {
+        float x = float(pieces[step].x[i]);
+        if (MASKED && i < count) x = scores.masked(x, first + i);
+        keep |= (uint32_t)!(x < sure) << i;
+        bool doubtful = x < sure && x >= edge && i < count;
+        doubt |= (uint32_t)doubtful << i;
+        if (has_codes<Score, MASKED>() && doubtful) atomicAdd(&own[code_in_bin(x)], 1u);
+      }
+      kept |= (keep & there) << (8 * step);
+      ((uint8_t *)(marks.doubt + (int64_t)flat * marks.words))[unit] = (uint8_t)doubt;
     }
-    uint32_t there = count < PIECE ? (1u << max(count, 0)) - 1 : 0xff;
-    kept &= there;
-    ((uint8_t *)(marks.doubt + (int64_t)flat * marks.words))[unit] = (uint8_t)(doubt & there);
+    if (!has_codes<Score, MASKED>()) return;
+    __syncthreads();
+    if (t < CODES && own[t]) atomicAdd(&marks.counts[(int64_t)flat * CODES + t], own[t]), own[t] = 0;
   });
-  ((uint8_t *)(marks.kept + (int64_t)blockIdx.y * marks.words))[unit] = (uint8_t)kept;
+  uint8_t *to = (uint8_t *)(marks.kept + (int64_t)blockIdx.y * marks.words);
+  for (int step = 0; step < marks.steps && unit_of(step) < marks.words * 4; step++)
+    to[unit_of(step)] = (uint8_t)(kept >> (8 * step));
 }
 
 // Scores and columns in doubt of one row; in shared memory if they are few.
@@ -66,7 +97,8 @@ struct Doubts {
   }
 };
 
-// Exactly the scores of the bin of the cut that are needed, found digit by digit of their ordered bits from the top.
+// Of any scores, exactly those of the bin of the cut that are needed, found digit by digit of their ordered bits from the
+// top.
 __global__ void __launch_bounds__(RESOLVE_THREADS, 1)
     resolve(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
   constexpr int DIGIT = 10, CELLS = 1 << DIGIT;

@@ -91,7 +91,6 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
     bin_masses(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan) {
   __shared__ uint32_t cells[NUM_BINS];
   __shared__ float tops[MASS_THREADS / WARP];
-  let_next_kernel_begin();
   int row = blockIdx.x / plan.segments, start = (int)(blockIdx.x - row * plan.segments) * plan.segment_len(),
       t = threadIdx.x;
   int left = min((int)p.columns - start, plan.segment_len());
@@ -99,6 +98,7 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
   const Score *from = (const Score *)scores.scores + start;
   auto place_of = [&](int j) { return (j * MASS_THREADS + t) * PIECE; };
   for (int i = t; i < NUM_BINS; i += MASS_THREADS) cells[i] = 0;
+  wait_for_kernels_ahead();
   int shift = min(__clz(left), 22);  // so that a cell holds a whole segment
   float unit = (float)(1 << shift), top;
   bool small = false;
@@ -174,23 +174,28 @@ __device__ __forceinline__ X running_sum(X x, X *shared) {
   return x;
 }
 
-// Thread t has the four bins that are 4 t .. 4 t + 3 below the top one.
+// Thread t has the four bins that are 4 t .. 4 t + 3 below the top one. Also clears the counts of the row's codes.
 __global__ void __launch_bounds__(CUT_THREADS)
-    find_cut(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan, RowCut *cuts) {
+    find_cut(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan, RowCut *cuts, uint32_t *counts) {
   __shared__ float sums[CUT_THREADS], shared[CUT_THREADS / WARP];
   __shared__ int first;
   int t = threadIdx.x;
   int64_t row = blockIdx.x;
   RowPlace place(p, (int)row);
-  float exact = p.exact_lse[place.b * p.lse_stride[0] + place.hq * p.lse_stride[1] + place.m * p.lse_stride[2]];
   wait_for_kernels_ahead();
+  float exact = p.exact_lse[place.b * p.lse_stride[0] + place.hq * p.lse_stride[1] + place.m * p.lse_stride[2]];
   const float *tops = plan.tops + row * plan.segments;
-  float base = exact;
-  for (int i = 0; i < plan.segments; i++) base = tops[i] > base ? tops[i] : base;
+  const float4 *masses = (const float4 *)(plan.masses + row * plan.segments * NUM_BINS) + CUT_THREADS - 1 - t;
+  if (t < CODES) counts[row * CODES + t] = 0;
+  float top = -INFINITY;
+  for (int i = lane_id(); i < plan.segments; i += WARP) top = fmaxf(top, tops[i]);
+  top = warp_max(top);
+  float base = top > exact ? top : exact;
   float4 mass = make_float4(0, 0, 0, 0);
+#pragma unroll 4
   for (int i = 0; i < plan.segments; i++) {
     float by = tops[i] > -INFINITY ? expf(tops[i] - base) : 0;
-    float4 x = ((const float4 *)(plan.masses + (row * plan.segments + i) * NUM_BINS))[CUT_THREADS - 1 - t];
+    float4 x = masses[i * (NUM_BINS / 4)];
     mass.x = fmaf(x.x, by, mass.x), mass.y = fmaf(x.y, by, mass.y), mass.z = fmaf(x.z, by, mass.z),
     mass.w = fmaf(x.w, by, mass.w);
   }

@@ -10,7 +10,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int NUM_BINS = 1024, BIN_SHIFT = 6;
+constexpr int NUM_BINS = 1024, BIN_SHIFT = 6, CODES = 1 << BIN_SHIFT;  // codes of float16 in a bin
 constexpr float LEAST = -3.402823466e38f, LOG2_E = 1.44269504f;
 
 // Where a row lies among [B, Hq, M], all of which are fewer than 2^31.
@@ -34,11 +34,12 @@ struct SelectionRows {
         k(flat % (int)p.selection.selections),
         heads((int)p.query_heads / (int)p.selection.selections),
         queries((int)p.queries) {}
+  __device__ __forceinline__ int count() const { return heads * queries; }
+  __device__ __forceinline__ RowPlace row(int i) const { return RowPlace(b, k * heads + i % heads, i / heads); }
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
-    for (int m = 0; m < queries; m++)
-#pragma unroll 4
-      for (int head = 0; head < heads; head++) use(RowPlace(b, k * heads + head, m));
+#pragma unroll 1
+    for (int i = 0; i < count(); i++) use(row(i));
   }
 };
 

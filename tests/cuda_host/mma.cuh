@@ -45,6 +45,32 @@ inline void mma_half(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
   });
 }
 
+// m16n8k32: element (row, k) of A is in lane 4 (row % 8) + k % 16 / 4, register row / 8 + 2 (k / 16), byte k % 4; (k, n) of B
+// in lane 4 n + k % 16 / 4, register k / 16; (row, n) of C as above.
+template <bool UNSIGNED>
+inline void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, const int (&c)[4]) {
+  struct Operand {
+    uint32_t a[4], b[2];
+    int c[4], *d;
+  } operand{{a0, a1, a2, a3}, {b0, b1}, {c[0], c[1], c[2], c[3]}, d};
+  emulated::meet_warp("mma.m16n8k32", &operand, [] {
+    auto byte_of = [](uint32_t word, int i) { return (int)(int8_t)(word >> (8 * i)); };
+    for (int lane = 0; lane < 32; lane++) {
+      Operand *x = (Operand *)emulated::operand_of(lane);
+      for (int r = 0; r < 4; r++) {
+        int sum = x->c[r];
+        for (int k = 0; k < 32; k++) {
+          const Operand *row = (const Operand *)emulated::operand_of(lane / 4 * 4 + k % 16 / 4);
+          const Operand *column = (const Operand *)emulated::operand_of(4 * (lane % 4 * 2 + r % 2) + k % 16 / 4);
+          int b = byte_of(column->b[k / 16], k % 4);
+          sum += byte_of(row->a[r / 2 + 2 * (k / 16)], k % 4) * (UNSIGNED ? b & 255 : b);
+        }
+        x->d[r] = sum;
+      }
+    }
+  });
+}
+
 // Row `lane % 8` of matrix `lane / 8` starts at `row`; lane 4 r + j gets elements 2 j and 2 j + 1 of row r of each matrix,
 // or, transposed, elements r of rows 2 j and 2 j + 1.
 inline void load_matrices(uint32_t (&result)[4], const void *row, bool transposed) {

@@ -30,7 +30,6 @@ inline void wait_copy_groups() {
 }
 
 inline void wait_for_kernels_ahead() {}
-inline void let_next_kernel_begin() {}
 
 template <class... Parameters, class... Arguments>
 void launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t, Arguments &&...arguments) {
