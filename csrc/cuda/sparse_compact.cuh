@@ -1,5 +1,5 @@
-// top_p_select, last part: scores in doubt of which all codes are counted are settled, a selection that is too large loses
-// its smallest shares, and bit masks become indices.
+// top_p_select, last part: scores in doubt of which all codes are counted are settled, bit masks become indices, and a
+// selection that is too large loses its smallest shares.
 #pragma once
 
 #include "sparse_marks.cuh"
@@ -7,7 +7,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int SETTLE_THREADS = 1024, COMPACT_THREADS = 256, ROWS_AT_ONCE = 4;
+constexpr int CAP_THREADS = 1024, ROWS_AT_ONCE = 4;
 
 template <int THREADS>
 __device__ __forceinline__ int block_sum(int x, int *shared) {
@@ -72,15 +72,21 @@ __device__ __forceinline__ uint32_t settled_word(uint32_t kept, const DoubtfulRo
 #pragma unroll
     for (int i = 0; i < ROWS_AT_ONCE; i++) any |= doubt[i] = first + i < num_rows ? rows[first + i].doubt[w] & ~kept : 0;
     for (; any; any = doubt[0] | doubt[1] | doubt[2] | doubt[3]) {
-      __half x[ROWS_AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < ROWS_AT_ONCE; i++)
-        if (doubt[i]) x[i] = rows[first + i].scores[w * 32 + __ffs((int)doubt[i]) - 1];
+      __half low[ROWS_AT_ONCE], high[ROWS_AT_ONCE];  // scores of the first and the last column in doubt
 #pragma unroll
       for (int i = 0; i < ROWS_AT_ONCE; i++)
         if (doubt[i]) {
-          if (__half2float(x[i]) >= rows[first + i].least) kept |= doubt[i] & -doubt[i];
-          doubt[i] &= doubt[i] - 1;
+          const __half *scores = rows[first + i].scores + w * 32;
+          low[i] = scores[__ffs((int)doubt[i]) - 1], high[i] = scores[31 - __clz((int)doubt[i])];
+        }
+#pragma unroll
+      for (int i = 0; i < ROWS_AT_ONCE; i++)
+        if (doubt[i]) {
+          uint32_t first_bit = doubt[i] & -doubt[i], last_bit = 0x80000000u >> __clz((int)doubt[i]);
+          float least = rows[first + i].least;
+          if (__half2float(low[i]) >= least) kept |= first_bit;
+          if (__half2float(high[i]) >= least) kept |= last_bit;
+          doubt[i] &= ~(first_bit | last_bit);
         }
     }
   }
@@ -91,7 +97,7 @@ __device__ __forceinline__ uint32_t settled_word(uint32_t kept, const DoubtfulRo
 __device__ inline void cut_to_capacity(const TopP &p, const SelectionRows &selection, const RowCut *cuts, uint32_t *kept,
                                        int first, int last, int room) {
   constexpr int DIGIT = 8, CELLS = 1 << DIGIT;
-  __shared__ int cells[CELLS], sums[SETTLE_THREADS / WARP];
+  __shared__ int cells[CELLS], sums[CAP_THREADS / WARP];
   int t = threadIdx.x;
   auto each_kept = [&](auto use) {
     for (int w = first; w < last; w++)
@@ -114,61 +120,81 @@ __device__ inline void cut_to_capacity(const TopP &p, const SelectionRows &selec
   }
   int ties = 0;
   each_kept([&](int, uint32_t, uint32_t share) { ties += share == prefix; });
-  int rank = running_sum<SETTLE_THREADS>(ties, sums) - ties;
+  int rank = running_sum<CAP_THREADS>(ties, sums) - ties;
   each_kept([&](int w, uint32_t bit, uint32_t share) {
     if (share < prefix || (share == prefix && rank++ >= room)) kept[w] &= ~bit;
   });
 }
 
-// A block of threads has a selection, a thread words side by side.
-template <bool CODES_COUNTED>
-__global__ void __launch_bounds__(SETTLE_THREADS, 1)
-    settle(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
-  __shared__ uint4 memory[WARP * sizeof(DoubtfulRow) / sizeof(uint4) + 1];
-  __shared__ int sums[SETTLE_THREADS / WARP];
-  int t = threadIdx.x, warp = warp_id(), each = (int)ceil_div(marks.words, SETTLE_THREADS),
-      first = min(t * each, marks.words), last = min(first + each, marks.words);
-  SelectionRows selection(p, blockIdx.x);
-  uint32_t *kept = marks.kept + (int64_t)blockIdx.x * marks.words;
-  DoubtfulRow *rows = (DoubtfulRow *)memory;
-  wait_for_kernels_ahead();
-  if (CODES_COUNTED)
-    for (int from = 0; from < selection.count(); from += WARP) {
-      int num_rows = min(selection.count() - from, WARP);
-      __syncthreads();
-      if (warp < num_rows) {
-        DoubtfulRow row(p, selection.row(from + warp), cuts, marks);
-        if (lane_id() == 0) rows[warp] = row;
-      }
-      __syncthreads();
-      for (int w = first; w < last; w++) kept[w] = settled_word(kept[w], rows, num_rows, w);
-    }
-  int own = 0, room = (int)min(p.selection.capacity, (int64_t)INT32_MAX);
-  if (p.selection.capacity >= p.columns) return;
-  for (int w = first; w < last; w++) own += __popc(kept[w]);
-  if (block_sum<SETTLE_THREADS>(own, sums) > room) cut_to_capacity(p, selection, cuts, kept, first, last, room);
-}
-
-// A block of threads writes the indices of its words, a word a thread, behind those of all words before.
-__global__ void __launch_bounds__(COMPACT_THREADS)
-    compact(const __grid_constant__ TopP p, const __grid_constant__ Marks marks) {
-  __shared__ int shared[COMPACT_THREADS / WARP];
-  wait_for_kernels_ahead();
-  int64_t b = blockIdx.y / p.selection.selections, k = blockIdx.y % p.selection.selections;
-  const uint32_t *kept = marks.kept + (int64_t)blockIdx.y * marks.words;
-  int first = blockIdx.x * COMPACT_THREADS, w = first + threadIdx.x, before = 0;
-  for (int i = threadIdx.x; i < first; i += COMPACT_THREADS) before += __popc(kept[i]);
-  before = block_sum<COMPACT_THREADS>(before, shared);
-  uint32_t word = w < marks.words ? kept[w] : 0;
-  int until = before + running_sum<COMPACT_THREADS>(__popc(word), shared);
+// Writes the columns of a word, whose first one is the selection's number `at`.
+__device__ __forceinline__ void write_columns(const TopP &p, int head, uint32_t word, int w, int at) {
+  int64_t b = head / p.selection.selections, k = head % p.selection.selections;
   const int32_t *names = p.candidates ? p.candidates + b * p.candidate_stride[0] + k * p.candidate_stride[1] : nullptr;
   int32_t *out = p.selection.indices + b * p.selection.index_stride[0] + k * p.selection.index_stride[1];
-  for (int at = until - __popc(word); word; word &= word - 1, at++) {
-    int column = w * 32 + __ffs(word) - 1;
+  for (; word; word &= word - 1, at++) {
+    int column = w * 32 + __ffs((int)word) - 1;
     if (at < p.selection.capacity) out[at] = names ? names[column] : column;
   }
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == COMPACT_THREADS - 1)
-    p.selection.count[b * p.selection.count_stride + k] = until;
+}
+__device__ __forceinline__ int32_t &count_of(const TopP &p, int head) {
+  return p.selection.count[head / p.selection.selections * p.selection.count_stride + head % p.selection.selections];
+}
+
+// A block of threads settles its words, a word a thread, says how many columns they hold, and writes these behind those
+// of the blocks before, which have started earlier and wait for none after them.
+template <bool CODES_COUNTED>
+__global__ void __launch_bounds__(COMPACT_THREADS, 8)
+    compact(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+  __shared__ uint4 memory[WARP * sizeof(DoubtfulRow) / sizeof(uint4)];
+  __shared__ int shared[COMPACT_THREADS / WARP];
+  DoubtfulRow *rows = (DoubtfulRow *)memory;
+  int t = threadIdx.x, head = blockIdx.y, w = blockIdx.x * COMPACT_THREADS + t;
+  SelectionRows selection(p, head);
+  uint32_t *kept = marks.kept + (int64_t)head * marks.words, *ready = marks.ready + (int64_t)head * gridDim.x;
+  wait_for_kernels_ahead();
+  uint32_t word = w < marks.words ? kept[w] : 0;
+  if (CODES_COUNTED) {
+    for (int from = 0; from < selection.count(); from += WARP) {
+      int num_rows = min(selection.count() - from, WARP);
+      for (int i = warp_id(); i < num_rows; i += COMPACT_THREADS / WARP) {
+        DoubtfulRow row(p, selection.row(from + i), cuts, marks);
+        if (lane_id() == 0) rows[i] = row;
+      }
+      __syncthreads();
+      if (w < marks.words) word = settled_word(word, rows, num_rows, w);
+      __syncthreads();
+    }
+    if (w < marks.words) kept[w] = word;
+  }
+  int until = running_sum<COMPACT_THREADS>(__popc(word), shared), before = 0;
+  if (t == COMPACT_THREADS - 1) atomicAdd(&ready[blockIdx.x], (uint32_t)until + 1);
+  for (int i = t; i < (int)blockIdx.x; i += COMPACT_THREADS) {
+    uint32_t there;
+    while (!(there = *(volatile uint32_t *)&ready[i])) {
+    }
+    before += (int)there - 1;
+  }
+  until += block_sum<COMPACT_THREADS>(before, shared);
+  write_columns(p, head, word, w, until - __popc(word));
+  if (blockIdx.x == gridDim.x - 1 && t == COMPACT_THREADS - 1) count_of(p, head) = until;
+}
+
+// Selections of more than their capacity, anew.
+__global__ void __launch_bounds__(CAP_THREADS, 1)
+    cap(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+  __shared__ int shared[CAP_THREADS / WARP];
+  wait_for_kernels_ahead();
+  int head = blockIdx.x, room = (int)min(p.selection.capacity, (int64_t)INT32_MAX);
+  int each = (int)ceil_div(marks.words, CAP_THREADS), first = min((int)threadIdx.x * each, marks.words),
+      last = min(first + each, marks.words);
+  if (count_of(p, head) <= room) return;
+  uint32_t *kept = marks.kept + (int64_t)head * marks.words;
+  cut_to_capacity(p, SelectionRows(p, head), cuts, kept, first, last, room);
+  int own = 0;
+  for (int w = first; w < last; w++) own += __popc(kept[w]);
+  int at = running_sum<CAP_THREADS>(own, shared) - own;
+  for (int w = first; w < last; w++) write_columns(p, head, kept[w], w, at), at += __popc(kept[w]);
+  if (threadIdx.x == CAP_THREADS - 1) count_of(p, head) = at;
 }
 
 }  // namespace cuda

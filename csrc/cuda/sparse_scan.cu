@@ -12,10 +12,6 @@ namespace {
 
 constexpr int STEP_WORDS = 4, ANY_CTAS = 4;
 
-__device__ __forceinline__ float float_of_count(int x) {
-  return __int_as_float(FLOAT_BITS_OF_2_23 | x) - 8388608;
-}
-
 // Eight halves from x on, of which `count` are there, two a word.
 __device__ __forceinline__ void load_halves(uint32_t (&to)[4], const uint16_t *x, int count) {
   if (count >= 8 && (uintptr_t)x % 16 == 0) {
@@ -74,9 +70,9 @@ __device__ __forceinline__ void score_any_part(const SignScan &s, const ScanPlac
       for (int p = 0; p < 2; p++) planes[p] = plane_word(s, at, at.first_row + (g >> 1), 2 * p + (g & 1), word);
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        mma_bits(inner[j][0], a[2 * j], a[2 * j + 1], planes[0]);
-        mma_bits(inner[j][1], a[2 * j], a[2 * j + 1], planes[1]);
-        mma_bits(ones[j], a[2 * j], a[2 * j + 1], ~0u);
+        mma_bits(inner[j][0], a[2 * j], a[2 * j + 1], planes[0], inner[j][0]);
+        mma_bits(inner[j][1], a[2 * j], a[2 * j + 1], planes[1], inner[j][1]);
+        mma_bits(ones[j], a[2 * j], a[2 * j + 1], ~0u, ones[j]);
       }
     }
 #pragma unroll
@@ -86,7 +82,7 @@ __device__ __forceinline__ void score_any_part(const SignScan &s, const ScanPlac
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int *u = inner[j][0] + 2 * r, *v = inner[j][1] + 2 * r;
-        float ip = float_of_count(u[0] + 2 * u[1] + 4 * v[0] + 8 * v[1]), pop = float_of_count(ones[j][2 * r]);
+        float ip = (float)(u[0] + 2 * u[1] + 4 * v[0] + 8 * v[1]), pop = (float)ones[j][2 * r];
         float x = __fadd_rn(__fmul_rn(low, fmaf(-2, pop, (float)s.dim)), __fmul_rn(delta, fmaf(-2, ip, total)));
         x = __fmul_rn(x, r ? by.y : by.x);
         if (s.index.bias) x = __fadd_rn(x, __fmul_rn(s.scale, r ? add.y : add.x));
@@ -120,12 +116,6 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, ANY_CTAS)
       score_any_part<Out>(s, at, part, factor, bias, count, lane);
     }
   }
-}
-
-bool in_words(const SignScan &s) {
-  bool good = s.dim > 96 && s.dim <= 128 && (uintptr_t)s.index.sign % 16 == 0;
-  for (int64_t stride : s.index.sign_stride) good = good && stride % 4 == 0;
-  return good;
 }
 
 template <class Out>

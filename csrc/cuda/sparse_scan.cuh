@@ -35,14 +35,11 @@ struct ScanPlace {
     first = (chunk - item * plan.chunks) * CHUNK, first_row = (item - head * plan.row_blocks) * SCAN_ROWS;
     b = head / (int)s.heads, h = head - b * (int)s.heads;
   }
-  // To the next chunk; whether it is one of another head or of other rows.
-  __device__ __forceinline__ bool step(const SignScan &s, const ScanPlan &plan) {
-    first += CHUNK;
-    if (first < s.tokens) return false;
+  // To the first chunk of the next rows or head.
+  __device__ __forceinline__ void next_rows(const SignScan &s, const ScanPlan &plan) {
     first = 0, first_row += SCAN_ROWS;
     if (first_row >= plan.row_blocks * SCAN_ROWS) first_row = 0, h++;
     if (h >= s.heads) h = 0, b++;
-    return b < s.batch;
   }
 };
 
