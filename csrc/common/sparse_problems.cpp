@@ -115,13 +115,14 @@ Indexing index_keys_problem(const Tensor &x, const Tensor &query_centre, const T
 }
 
 SignScan sign_scores_problem(const Tensor &planes, const Tensor &terms, const Tensor &sign, const Tensor &factor,
-                             const Tensor &bias, int64_t head_dim, double scale, int64_t start, const Tensor &out) {
+                             const Tensor &bias, int64_t head_dim, double scale, int64_t start, const Tensor &out,
+                             const char *out_name) {
   SignScan s{};
   KVQ_CHECK(sign.dim() == 4, "sign", "have 4 dims", text(sign));
-  s.out = dense_of("out", out, {-1, -1, -1, -1});
-  check_half_or_float("out", s.out);
+  s.out = dense_of(out_name, out, {-1, -1, -1, -1});
+  check_half_or_float(out_name, s.out);
   s.batch = out.size(0), s.heads = size_at(sign, 1), s.queries = out.size(2), s.tokens = out.size(3);
-  s.group = group_of("out", out, s.heads);
+  s.group = group_of(out_name, out, s.heads);
   KVQ_CHECK(head_dim > 0 && head_dim <= MAX_HEAD_DIM, "head_dim", "be from 1 to 512", head_dim);
   s.dim = (int)head_dim, s.start = start, s.scale = (float)scale;
   check_start(start, s.tokens);

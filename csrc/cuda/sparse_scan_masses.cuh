@@ -24,19 +24,19 @@ struct ScanMassPlan {
   static int bytes() { return SUM_WARPS * 2 * CHUNK_UNITS * 16 + SCAN_ROWS * NUM_BINS * 4; }
 };
 
-// Eight scores of a lane with zeros from `count` on; adds their masses to `cells`, their sizes to `most`.
+// Adds the masses of a lane's first `count` scores to `cells` and their sizes to `most`; the others to a bin of NaN.
 __device__ __forceinline__ void add_masses(KeptScores<__half> scores, int count, float unit, uint32_t *cells,
                                            __half2 &most) {
-  auto pair_at = [&](int i) { return *(const __half2 *)&scores.kept[i]; };
-  if (count < PIECE)
 #pragma unroll
-    for (int i = 0; i < PIECE / 2; i++) scores.kept[i] &= 2 * i + 1 < count ? ~0u : 2 * i < count ? 0xffff : 0;
-#pragma unroll
-  for (int i = 0; i < PIECE / 2; i++) most = __hmax2_nan(most, __habs2(pair_at(i)));
-  if (count >= PIECE)
-    add_small<true>(pair_at, PIECE, unit, cells);
-  else
-    add_small<false>(pair_at, count, unit, cells);
+  for (int i = 0; i < PIECE / 2; i++) {
+    uint32_t pair = scores.kept[i];
+    if (count < PIECE) {
+      uint32_t there = 2 * i + 1 < count ? ~0u : 2 * i < count ? 0xffff : 0;
+      pair &= there, scores.kept[i] |= ~there;
+    }
+    most = __hmax2_nan(most, __habs2(*(const __half2 *)&pair));
+  }
+  add_small<true>([&](int i) { return *(const __half2 *)&scores.kept[i]; }, PIECE, unit, cells);
 }
 
 __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
   int lane = lane_id(), warp = warp_id(), t = threadIdx.x, g = lane >> 2, c = lane & 3;
   uint4 *shared = memory + warp * 2 * CHUNK_UNITS;
   uint32_t *cells = (uint32_t *)(memory + SUM_WARPS * 2 * CHUNK_UNITS), *own = cells + c * NUM_BINS;
-  int item = blockIdx.x / plan.mass.segments, segment = blockIdx.x - item * plan.mass.segments,
-      start = segment * plan.segment_chunks, count = min(plan.segment_chunks, plan.scan.chunks - start),
+  int item = blockIdx.x / plan.mass.segments, start = blockIdx.x % plan.mass.segments * plan.segment_chunks, count = min(plan.segment_chunks, plan.scan.chunks - start),
       chunk = start + count * warp / SUM_WARPS, left = start + count * (warp + 1) / SUM_WARPS - chunk;
   for (int i = t; i < SCAN_ROWS * NUM_BINS; i += SUM_THREADS) cells[i] = 0;
   if (t < SCAN_ROWS) is_large[t] = 0;
@@ -84,11 +83,14 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
   float2 both = __half22float2(most);
   if (!(both.x < SMALL_SCORE && both.y < SMALL_SCORE)) is_large[c] = 1;
   __syncthreads();
+  int block = opaque((int)blockIdx.x), segment = block % plan.mass.segments;  // not kept in registers until here
+  at = ScanPlace(s, plan.scan, block / plan.mass.segments * plan.scan.chunks);
   for (int r = 0; r < SCAN_ROWS && at.first_row + r < s.group * s.queries; r++) {
     int row = at.first_row + r, head = row / (int)s.queries, m = row - head * (int)s.queries;
     int64_t flat = ((at.b * s.heads + at.h) * s.group + head) * s.queries + m, to = flat * plan.mass.segments + segment;
     for (int i = t; i < NUM_BINS; i += SUM_THREADS)
-      plan.mass.masses[to * NUM_BINS + i] = relative_mass(cells[r * NUM_BINS + i], peak_of(i), 0, 1 / unit);
+      plan.mass.masses[to * NUM_BINS + i] =
+          !is_bin_of_numbers(i) ? 0 : relative_mass(cells[r * NUM_BINS + i], peak_of(i), 0, 1 / unit);
     if (t == 0) plan.mass.tops[to] = is_large[r] ? NAN : 0;
   }
 }

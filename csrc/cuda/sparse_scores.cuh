@@ -91,6 +91,11 @@ __device__ __forceinline__ float edge_of(int bin) {
   return bin >= NUM_BINS || !(edge < INFINITY) ? INFINITY : edge > LEAST ? edge + 0.0f : LEAST;
 }
 
+// Whether a bin has scores from -65504 to 65504, not infinity and NaN.
+__device__ __forceinline__ bool is_bin_of_numbers(int bin) {
+  return bin >= (0xffff - 0xfbff) >> BIN_SHIFT && bin <= (0x8000 | 0x7bff) >> BIN_SHIFT;
+}
+
 // Integers in the order of scores, and back.
 __device__ __forceinline__ uint32_t ordered_bits(float score) {
   uint32_t bits = __float_as_uint(score);
