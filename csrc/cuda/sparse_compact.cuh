@@ -7,7 +7,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int CAP_THREADS = 1024, ROWS_AT_ONCE = 4, STAGED_COLUMNS = 2048;
+constexpr int CAP_THREADS = 1024, ROWS_AT_ONCE = 4;
 
 template <int THREADS>
 __device__ __forceinline__ int block_sum(int x, int *shared) {
@@ -126,24 +126,15 @@ __device__ inline void cut_to_capacity(const TopP &p, const SelectionRows &selec
   });
 }
 
-// The indices of a selection.
-struct Columns {
-  int32_t *out;
-  const int32_t *names;  // what columns stand for, null if for themselves
-  __device__ __forceinline__ Columns(const TopP &p, int head) {
-    int64_t b = head / p.selection.selections, k = head % p.selection.selections;
-    names = p.candidates ? p.candidates + b * p.candidate_stride[0] + k * p.candidate_stride[1] : nullptr;
-    out = p.selection.indices + b * p.selection.index_stride[0] + k * p.selection.index_stride[1];
-  }
-  __device__ __forceinline__ void write(const TopP &p, int at, int column) const {
+// Writes the columns of a word, whose first one is the selection's number `at`.
+__device__ __forceinline__ void write_columns(const TopP &p, int head, uint32_t word, int w, int at) {
+  int64_t b = head / p.selection.selections, k = head % p.selection.selections;
+  const int32_t *names = p.candidates ? p.candidates + b * p.candidate_stride[0] + k * p.candidate_stride[1] : nullptr;
+  int32_t *out = p.selection.indices + b * p.selection.index_stride[0] + k * p.selection.index_stride[1];
+  for (; word; word &= word - 1, at++) {
+    int column = w * 32 + __ffs((int)word) - 1;
     if (at < p.selection.capacity) out[at] = names ? names[column] : column;
   }
-};
-
-// The columns of a word, use(at + i, i-th column).
-template <class Use>
-__device__ __forceinline__ void each_column(uint32_t word, int w, int at, Use use) {
-  for (; word; word &= word - 1, at++) use(at, w * 32 + __ffs((int)word) - 1);
 }
 __device__ __forceinline__ int32_t &count_of(const TopP &p, int head) {
   return p.selection.count[head / p.selection.selections * p.selection.count_stride + head % p.selection.selections];
@@ -155,7 +146,7 @@ template <bool CODES_COUNTED>
 __global__ void __launch_bounds__(COMPACT_THREADS, 8)
     compact(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
   __shared__ uint4 memory[WARP * sizeof(DoubtfulRow) / sizeof(uint4)];
-  __shared__ int shared[COMPACT_THREADS / WARP], staged[STAGED_COLUMNS], block_columns;
+  __shared__ int shared[COMPACT_THREADS / WARP];
   DoubtfulRow *rows = (DoubtfulRow *)memory;
   int t = threadIdx.x, head = blockIdx.y, w = blockIdx.x * COMPACT_THREADS + t;
   SelectionRows selection(p, head);
@@ -176,25 +167,16 @@ __global__ void __launch_bounds__(COMPACT_THREADS, 8)
     if (w < marks.words) kept[w] = word;
   }
   int until = running_sum<COMPACT_THREADS>(__popc(word), shared), before = 0;
-  if (t == COMPACT_THREADS - 1) block_columns = until, atomicAdd(&ready[blockIdx.x], (uint32_t)until + 1);
+  if (t == COMPACT_THREADS - 1) atomicAdd(&ready[blockIdx.x], (uint32_t)until + 1);
   for (int i = t; i < (int)blockIdx.x; i += COMPACT_THREADS) {
     uint32_t there;
     while (!(there = *(volatile uint32_t *)&ready[i])) {
     }
     before += (int)there - 1;
   }
-  before = block_sum<COMPACT_THREADS>(before, shared);
-  Columns columns(p, head);
-  for (int from = 0; from < block_columns; from += STAGED_COLUMNS) {  // through shared memory, to write whole lines
-    each_column(word, w, until - __popc(word) - from, [&](int at, int column) {
-      if (at >= 0 && at < STAGED_COLUMNS) staged[at] = column;
-    });
-    __syncthreads();
-    for (int i = t; i < STAGED_COLUMNS && from + i < block_columns; i += COMPACT_THREADS)
-      columns.write(p, before + from + i, staged[i]);
-    __syncthreads();
-  }
-  if (blockIdx.x == gridDim.x - 1 && t == 0) count_of(p, head) = before + block_columns;
+  until += block_sum<COMPACT_THREADS>(before, shared);
+  write_columns(p, head, word, w, until - __popc(word));
+  if (blockIdx.x == gridDim.x - 1 && t == COMPACT_THREADS - 1) count_of(p, head) = until;
 }
 
 // Selections of more than their capacity, anew.
@@ -211,11 +193,7 @@ __global__ void __launch_bounds__(CAP_THREADS, 1)
   int own = 0;
   for (int w = first; w < last; w++) own += __popc(kept[w]);
   int at = running_sum<CAP_THREADS>(own, shared) - own;
-  Columns columns(p, head);
-  for (int w = first; w < last; w++) {
-    each_column(kept[w], w, at, [&](int place, int column) { columns.write(p, place, column); });
-    at += __popc(kept[w]);
-  }
+  for (int w = first; w < last; w++) write_columns(p, head, kept[w], w, at), at += __popc(kept[w]);
   if (threadIdx.x == CAP_THREADS - 1) count_of(p, head) = at;
 }
 
