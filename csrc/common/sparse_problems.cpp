@@ -30,8 +30,8 @@ void check_capacity(const char *name, const Tensor &x, int64_t tokens) {
 QueryCode code_of(const Tensor &planes, const Tensor &terms, int64_t batch, int64_t query_heads, int64_t queries,
                   int64_t dim) {
   QueryCode c;
-  c.planes = (uint32_t *)ints_of("planes", planes, {batch, query_heads, queries, QUERY_BITS, words_of(dim)},
-                                 c.plane_stride);
+  c.planes =
+      (uint32_t *)ints_of("planes", planes, {batch, query_heads, queries, QUERY_BITS, words_of(dim)}, c.plane_stride);
   int64_t strides[4];
   c.terms = floats_of("terms", terms, {batch, query_heads, queries, 4}, strides);
   KVQ_CHECK(strides[3] == 1, "terms", "have a contiguous last dim", "stride " + std::to_string(strides[3]));
@@ -155,7 +155,8 @@ TopP top_p_select_problem(const Tensor &scores, const Tensor &exact_lse, const O
 
 namespace {
 
-// Keys or values that are selected from: one dense tensor or the nine of a store packed along D. Returns whether packed.
+// Keys or values that are selected from: one dense tensor or the nine of a store packed along D. Returns whether
+// packed.
 bool source_of(const char *name, const Tensors &from, int64_t batch, int64_t heads, int64_t tokens, int64_t dim,
                Dense &dense, Store &store) {
   KVQ_CHECK(from.size() == 1 || from.size() == NUM_PACKED_FIELDS, name, "be one tensor or nine", from.size());

@@ -1,5 +1,5 @@
-// Launchers of the kernels of sparse attention. They enqueue and return; nothing waits. `scratch` holds as many bytes as
-// the function of that name says, aligned to 256.
+// Launchers of the kernels of sparse attention. They enqueue and return; nothing waits. `scratch` holds as many bytes
+// as the function of that name says, aligned to 256.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
-// The last step of attend_selected: a block of threads joins the partial results of one row, each warp some of them, and
-// turns sums of packed values back.
+// The last step of attend_selected: a block of threads joins the partial results of one row, each warp some of them,
+// and turns sums of packed values back.
 #pragma once
 
 #include "sparse_any.cuh"

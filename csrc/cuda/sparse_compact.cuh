@@ -70,7 +70,8 @@ __device__ __forceinline__ uint32_t settled_word(uint32_t kept, const DoubtfulRo
   for (int first = 0; first < num_rows; first += ROWS_AT_ONCE) {
     uint32_t doubt[ROWS_AT_ONCE], any = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS_AT_ONCE; i++) any |= doubt[i] = first + i < num_rows ? rows[first + i].doubt[w] & ~kept : 0;
+    for (int i = 0; i < ROWS_AT_ONCE; i++)
+      any |= doubt[i] = first + i < num_rows ? rows[first + i].doubt[w] & ~kept : 0;
     for (; any; any = doubt[0] | doubt[1] | doubt[2] | doubt[3]) {
       __half low[ROWS_AT_ONCE], high[ROWS_AT_ONCE];  // scores of the first and the last column in doubt
 #pragma unroll
@@ -94,8 +95,8 @@ __device__ __forceinline__ uint32_t settled_word(uint32_t kept, const DoubtfulRo
 }
 
 // Leaves the `room` largest shares of a selection, of equal ones the first. Rare, so that one block of threads does it.
-__device__ inline void cut_to_capacity(const TopP &p, const SelectionRows &selection, const RowCut *cuts, uint32_t *kept,
-                                       int first, int last, int room) {
+__device__ inline void cut_to_capacity(const TopP &p, const SelectionRows &selection, const RowCut *cuts,
+                                       uint32_t *kept, int first, int last, int room) {
   constexpr int DIGIT = 8, CELLS = 1 << DIGIT;
   __shared__ int cells[CELLS], sums[CAP_THREADS / WARP];
   int t = threadIdx.x;

@@ -172,7 +172,7 @@ struct GatherWarp {
     const T *from = rows + stage * S::STAGE;
     float x[2][4] = {};
     const float by[4] = {1, 1, 1, 1};
-    result.each_keys(from, lane, [&](int i, const uint32_t(&k)[4]) { result.multiply(x, query[i], k); });
+    result.each_keys(from, lane, [&](int i, const uint32_t (&k)[4]) { result.multiply(x, query[i], k); });
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int token = tokens[stage * GATHER_STEP + 8 * (i / 2) + 2 * (lane & 3) + i % 2];

@@ -7,7 +7,8 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int MARK_THREADS = 256, MARK_STEPS = 4, MARK_ROWS = 4, RESOLVE_THREADS = 1024, COMPACT_THREADS = 256, MAX_LISTED = 4096;
+constexpr int MARK_THREADS = 256, MARK_STEPS = 4, MARK_ROWS = 4, RESOLVE_THREADS = 1024, COMPACT_THREADS = 256,
+              MAX_LISTED = 4096;
 
 static_assert(MARK_ROWS * CODES <= MARK_THREADS, "a thread has one count");
 
@@ -143,8 +144,8 @@ struct Doubts {
   }
 };
 
-// Of any scores, exactly those of the bin of the cut that are needed, found digit by digit of their ordered bits from the
-// top.
+// Of any scores, exactly those of the bin of the cut that are needed, found digit by digit of their ordered bits from
+// the top.
 __global__ void __launch_bounds__(RESOLVE_THREADS, 1)
     resolve(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
   constexpr int DIGIT = 10, CELLS = 1 << DIGIT;

@@ -1,9 +1,9 @@
 // top_p_select, first part: the mass of every bin of a row, and the bin in which the kept mass reaches top_p.
 //
-// A block of threads has a segment of a row, unless the scan that made the scores added them up. Masses are integers while threads add them up, so that their
-// order is of no matter: each relative to the largest score that its bin can have in the segment, so that none is too
-// small. float16 scores below 64 without a mask, which are the rule, are read once and need a third of the instructions
-// of others.
+// A block of threads has a segment of a row, unless the scan that made the scores added them up. Masses are integers
+// while threads add them up, so that their order is of no matter: each relative to the largest score that its bin can
+// have in the segment, so that none is too small. float16 scores below 64 without a mask, which are the rule, are read
+// once and need a third of the instructions of others.
 #pragma once
 
 #include "sparse_asm.cuh"

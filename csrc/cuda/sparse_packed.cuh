@@ -41,8 +41,7 @@ struct PackedWarp {
   RowSums<__half, DIM> result;
   uint4 *fragments;  // [STEPS, lane]: upper and lower halves of queries, in shared memory as registers are few
 
-  __device__ __forceinline__ PackedWarp(const Selected &s, char *shared, int warp, int lane)
-      : s(s), lane(lane) {
+  __device__ __forceinline__ PackedWarp(const Selected &s, char *shared, int warp, int lane) : s(s), lane(lane) {
     tile = (__half *)((uint32_t *)shared + warp * S::WARP_WORDS), stages = (uint32_t *)tile + S::TILE;
     fragments = (uint4 *)((uint32_t *)shared + GATHER_WARPS * S::WARP_WORDS + S::QUERY_WORDS);
     const Attention &a = s.attention;
@@ -138,7 +137,7 @@ struct PackedWarp {
     float x[2][4] = {}, by[4];
     unfold(words, tokens, key_table);
     __syncwarp();
-    result.each_keys(tile, lane, [&](int i, const uint32_t(&k)[4]) {
+    result.each_keys(tile, lane, [&](int i, const uint32_t (&k)[4]) {
       uint4 query = fragments[i * WARP + lane];
       result.multiply(x, make_uint2(query.x, query.y), k), result.multiply(x, make_uint2(query.z, query.w), k);
     });

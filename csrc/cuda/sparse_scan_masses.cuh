@@ -1,5 +1,6 @@
-// sign_top_p_select, first part: sign_scores of four words a token (sparse_words_scan.cuh) that also adds up the masses of
-// bins (sparse_mass.cuh), while scores are in registers. A block of threads has a segment of the tokens of four rows.
+// sign_top_p_select, first part: sign_scores of four words a token (sparse_words_scan.cuh) that also adds up the masses
+// of bins (sparse_mass.cuh), while scores are in registers. A block of threads has a segment of the tokens of four
+// rows.
 #pragma once
 
 #include "sparse_mass.cuh"
@@ -46,8 +47,9 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
   int lane = lane_id(), warp = warp_id(), t = threadIdx.x, g = lane >> 2, c = lane & 3;
   uint4 *shared = memory + warp * 2 * CHUNK_UNITS;
   uint32_t *cells = (uint32_t *)(memory + SUM_WARPS * 2 * CHUNK_UNITS), *own = cells + c * NUM_BINS;
-  int item = blockIdx.x / plan.mass.segments, start = blockIdx.x % plan.mass.segments * plan.segment_chunks, count = min(plan.segment_chunks, plan.scan.chunks - start),
-      chunk = start + count * warp / SUM_WARPS, left = start + count * (warp + 1) / SUM_WARPS - chunk;
+  int item = blockIdx.x / plan.mass.segments, start = blockIdx.x % plan.mass.segments * plan.segment_chunks,
+      count = min(plan.segment_chunks, plan.scan.chunks - start), chunk = start + count * warp / SUM_WARPS,
+      left = start + count * (warp + 1) / SUM_WARPS - chunk;
   for (int i = t; i < SCAN_ROWS * NUM_BINS; i += SUM_THREADS) cells[i] = 0;
   if (t < SCAN_ROWS) is_large[t] = 0;
   clear_biases(s, shared, lane);

@@ -49,12 +49,11 @@ void launch(const TopP &p, const SelectPlan &plan, cudaStream_t stream) {
   unsigned mark_blocks = (unsigned)ceil_div(plan.marks.words * 4, plan.marks.steps * MARK_THREADS);
   launch_behind(bin_masses<Score, MASKED>, dim3(rows * plan.mass.segments), MASS_THREADS, 0, stream, p, plan.mass,
                 plan.scanned);
-  launch_behind(find_cut, dim3(rows), CUT_THREADS, 0, stream, p, plan.mass, plan.scanned, plan.cuts,
-                plan.marks.counts, plan.num_counters);
+  launch_behind(find_cut, dim3(rows), CUT_THREADS, 0, stream, p, plan.mass, plan.scanned, plan.cuts, plan.marks.counts,
+                plan.num_counters);
   launch_behind(mark<Score, MASKED>, dim3(mark_blocks, heads), MARK_THREADS, 0, stream, p, plan.cuts, plan.marks);
   constexpr bool CODES_COUNTED = has_codes<Score, MASKED>();
-  if (!CODES_COUNTED)
-    launch_behind(resolve, dim3(rows), RESOLVE_THREADS, 0, stream, p, plan.cuts, plan.marks);
+  if (!CODES_COUNTED) launch_behind(resolve, dim3(rows), RESOLVE_THREADS, 0, stream, p, plan.cuts, plan.marks);
   launch_behind(compact<CODES_COUNTED>, dim3(plan.compact_blocks, heads), COMPACT_THREADS, 0, stream, p, plan.cuts,
                 plan.marks);
   if (p.selection.capacity < p.columns)

@@ -1,9 +1,10 @@
-// sign_scores of four words a token, 97 to 128 dims, which may be copied as 16 bytes: a warp scores 128 tokens of one kv
-// head for four rows (a query head and token each) at a time.
+// sign_scores of four words a token, 97 to 128 dims, which may be copied as 16 bytes: a warp scores 128 tokens of one
+// kv head for four rows (a query head and token each) at a time.
 //
-// Tensor cores count bits: rows of A are the signs of 16 tokens; the eight columns of B are two planes of four rows. Two
-// products give all four planes, a third, of ones, the number of negative signs. Of 64 tokens lane 4 g + c has tokens 8 g .. 8 g + 7 of row c, in product i those at 2 i and 2 i + 1,
-// so that it stores them side by side. Signs come through shared memory with what scales them, one chunk ahead.
+// Tensor cores count bits: rows of A are the signs of 16 tokens; the eight columns of B are two planes of four rows.
+// Two products give all four planes, a third, of ones, the number of negative signs. Of 64 tokens lane 4 g + c has
+// tokens 8 g .. 8 g + 7 of row c, in product i those at 2 i and 2 i + 1, so that it stores them side by side. Signs
+// come through shared memory with what scales them, one chunk ahead.
 #pragma once
 
 #include "sparse_scan.cuh"
@@ -47,7 +48,8 @@ struct ChunkSource {
     int64_t stride = s.index.sign_stride[2] * WARP;
 #pragma unroll
     for (int j = 0; j < CHUNK / WARP; j++)
-      if (left >= CHUNK || lane + WARP * j < left) copy_async<16>(shared + slot_of(lane + WARP * j), signs + j * stride);
+      if (left >= CHUNK || lane + WARP * j < left)
+        copy_async<16>(shared + slot_of(lane + WARP * j), signs + j * stride);
     uint4 *to = shared + FACTORS + lane;  // biases follow factors
     int count = left - lane % HALF_UNITS * 8;
     if (!halves) return;
@@ -62,7 +64,8 @@ struct ChunkSource {
   }
 };
 
-// Four rows: columns 2 r and 2 r + 1 of B are two planes of row r. A lane has word c of column g, and the terms of row c.
+// Four rows: columns 2 r and 2 r + 1 of B are two planes of row r. A lane has word c of column g, and the terms of row
+// c.
 template <class Out>
 struct ScanQueries {
   uint32_t planes[2];
@@ -87,7 +90,8 @@ struct ScanQueries {
     const float *terms = code.terms + at.b * code.term_stride[0] + head * code.term_stride[1] + m * code.term_stride[2];
     delta = __ldg(terms), low = __ldg(terms + 1), total = __ldg(terms + 2), base = __ldg(terms + 3);
     if (used)
-      out = (Out *)s.out.data + at.b * s.out.stride[0] + head * s.out.stride[1] + m * s.out.stride[2] + at.first + 8 * g;
+      out =
+          (Out *)s.out.data + at.b * s.out.stride[0] + head * s.out.stride[1] + m * s.out.stride[2] + at.first + 8 * g;
   }
 };
 
