@@ -1,7 +1,7 @@
 """Attention of one decode step over selected tokens against dense attention:
 ``python benchmarks/attend_sparse.py --threads 2 --json attend_sparse.json``.
 
-The whole step is measured: the query's code, the scan of the 1-bit index, attention over sinks and window, selection,
+The whole step is measured: the query's code, attention over sinks and window, the scan of the 1-bit index with the selection,
 attention over the selected tokens, the merge of both; and each of these parts alone. ``sparse`` selects from exact 16-bit
 keys and values, ``sparse packed`` from a store packed along ``D`` whose sign plane is the index, ``packed`` attends to all
 tokens of a packed store. Queries are bfloat16. Keys and queries are random, so that heads of a group agree on few tokens;
@@ -29,7 +29,7 @@ from torch_kvq.store import PackedStore, no_tokens
 CPU_SHAPES = [(1, 32, 8, 128, tokens) for tokens in (4096, 32768)]
 GPU_SHAPES = [(b, 32, 8, 128, tokens) for b, tokens in ((8, 32768), (8, 131072), (1, 32768), (1, 131072))]
 EXACT, NUM_SINKS = 132, 4
-PARTS = ("quantise", "scan", "window attention", "select", "attend", "merge")
+PARTS = ("quantise", "window attention", "scan and select", "attend", "merge")
 SIDES = ("sparse", "sparse packed")
 INDEX_BYTES = 4  # factor and bias of a token
 
@@ -71,16 +71,14 @@ class Step:
     def quantise(self) -> None:
         ops.quantise_query(self.q, *self.transform, self.scale, self.planes, self.terms)
 
-    def scan(self) -> None:
-        index, dim = (self.sign, self.factor, self.bias), self.q.shape[-1]
-        ops.sign_scores(self.planes, self.terms, *index, dim, self.scale, 0, self.scores)
-
     def window_attention(self) -> None:
         near = (None, None, 0, 0, NUM_SINKS, self.scale, 0.0, self.outs[0], self.lses[0])
         ops.attend(self.q, *self.nothing, *self.exact, *near)
 
-    def select(self) -> None:
-        ops.top_p_select(self.scores, self.lses[0], None, None, self.top_p, self.indices, self.count)
+    def scan_and_select(self) -> None:
+        index, dim = (self.sign, self.factor, self.bias), self.q.shape[-1]
+        to = self.scores, self.indices, self.count
+        ops.sign_top_p_select(self.planes, self.terms, *index, dim, self.scale, 0, self.lses[0], self.top_p, *to)
 
     def attend(self) -> None:
         far = (self.indices, self.count, None, self.scale, 0.0, self.outs[1], self.lses[1])

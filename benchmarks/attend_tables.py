@@ -27,6 +27,7 @@ GPU_BARS = {
 LONGEST, FP8_SHAPE = (8, 32, 8, 128, 131072), (8, 32, 8, 128, 32768)
 ENCODE_LEN, ENCODE_SHARE = 4096, 0.15
 FLUSH_SHAPES, FLUSH_SHARE = ((8, 32, 8, 128, 32768), (1, 32, 8, 128, 32768)), 0.05
+SCAN_PARTS = ("scan", "select", "scan and select")  # the first two of results from before there was one operator
 # Of attend_sparse.py at SPARSE_SHARE: least speed-up by device and (B, Hq, Hk, d, T). SCAN_SHARE: scan, selection over dense.
 SPARSE_BARS = {
     ("cpu", 1, 32, 8, 128, 32768): 4.0,
@@ -193,6 +194,6 @@ def _sparse_bars(result: dict) -> list[Bar]:
         found.append(Bar(f"sparse {_shape(row)}", row["results"]["sparse"]["ratio"], limit))
         if device == "cuda":
             dense_ms = row["results"][row["best_dense"]]["median_ms"]
-            share = (parts["scan"]["median_ms"] + parts["select"]["median_ms"]) / dense_ms
+            share = sum(parts[name]["median_ms"] for name in SCAN_PARTS if name in parts) / dense_ms
             found.append(Bar(f"scan and selection / dense {_shape(row)}", share, SCAN_SHARE, "%", at_most=True))
     return found

@@ -133,6 +133,48 @@ def test_attending_on_tensor_cores(case):
     test_sparse_ops.test_attending_to_a_selection(case)
 
 
+# Four words a token, copied as 16 bytes: any number of rows, chunks and segments; a bias or none.
+WORD_CASES = [
+    *(SparseCase(f"D{d}", dim=d, tokens=150, group=4) for d in (100, 124)),
+    *(
+        SparseCase(f"G{g}M{m}", dim=128, tokens=130, group=g, queries=m, centred=True)
+        for g, m in ((1, 1), (4, 1), (6, 1), (3, 3))
+    ),
+    SparseCase("chunks", dim=128, tokens=1500, group=4, batch=2, heads=3, centred=True),
+    SparseCase("segments", dim=128, tokens=2500, group=4, heads=1),
+    SparseCase("words-per-head", dim=128, tokens=300, group=5, queries=2, per_head=True),
+    SparseCase("one", dim=128, tokens=1, group=4),
+    SparseCase("other-words", dim=64, tokens=300, group=4),
+]
+
+
+@pytest.mark.parametrize("scale", [0.1, 20.0], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("case", WORD_CASES, ids=lambda case: case.name)
+def test_scores_and_their_selection_in_one(case, dtype, scale, kernels):
+    """The same scores to the last bit, and the selection of these."""
+    index = index_of(case)
+    planes, terms, _ = coded(index, scale)
+    if case.queries > 1:
+        terms[:, -1, -1] = torch.nan  # of a query that is not finite: all of its scores are kept
+    coding = planes, terms, index.sign, index.factor, index.bias, case.dim, scale, 0
+    shape, lse = (
+        (*planes.shape[:3], case.tokens),
+        torch.linspace(-1, 5, planes.shape[1])[None, :, None].expand(planes.shape[:3]),
+    )
+    expected, (scores, scores_whole) = torch.empty(shape, dtype=dtype), fenced(shape, dtype)
+    sparse_reference.sign_scores(*coding, expected)
+    selections = (case.batch, case.selections)
+    (indices, indices_whole), (count, count_whole) = (fenced(s, torch.int32) for s in ((*selections, case.tokens), selections))
+    kernels.sign_top_p_select(*coding, lse, 0.7, scores, indices, count)
+    check_fences(scores_whole, indices_whole, count_whole)
+    assert torch.equal(scores.nan_to_num(1e4), expected.nan_to_num(1e4))
+    expected_indices, expected_count = torch.empty_like(indices), torch.empty_like(count)
+    sparse_reference.top_p_select(expected, lse, None, None, 0.7, expected_indices, expected_count)
+    assert torch.equal(count, expected_count)
+    assert all(torch.equal(*(x[b, k, : count[b, k]] for x in (indices, expected_indices))) for b, k in count.nonzero().tolist())
+
+
 def test_more_chunks_than_warps_are_scored(kernels):
     case = SparseCase("chunks", batch=50, heads=70, group=1, tokens=5, dim=128, centred=True, kind="none")
     index = index_of(case)

@@ -11,7 +11,7 @@ from torch_kvq import ops
 from torch_kvq.attention.compose import attend_exact, merge
 from torch_kvq.backends import native
 from torch_kvq.ops import reference, sparse_reference
-from torch_kvq.ops.schemas import SPARSE_NAMES
+from torch_kvq.ops.schemas import FUSED_NAMES, SPARSE_NAMES
 
 native.load()
 cases = pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.name)
@@ -353,12 +353,14 @@ def calls():
     yield "index_keys", (index.keys, *index.transform, 0, index.sign.clone(), index.factor.clone(), index.bias.clone())
     yield "sign_scores", (planes, terms, index.sign, index.factor, index.bias, 64, 0.125, 0, scores.clone())
     yield "top_p_select", (scores, lse, mask, None, 0.9, indices.clone(), count.clone())
+    coding = planes, terms, index.sign, index.factor, index.bias, 64, 0.125, 0
+    yield "sign_top_p_select", (*coding, lse, 0.9, scores.clone(), indices.clone(), count.clone())
     yield "qk_selected", (q, keys, indices, count, scale, torch.empty(1, 6, 2, indices.shape[-1]))
     yield "attend_selected", (q, keys, values, indices, count, mask, scale, softcap, out, lse.clone())
     yield "gather_selected", (dense, indices, count, torch.zeros(*indices.shape, 64))
 
 
-@pytest.mark.parametrize("name", SPARSE_NAMES)
+@pytest.mark.parametrize("name", (*SPARSE_NAMES, *FUSED_NAMES))
 def test_opcheck(name):
     for _, arguments in (call for call in calls() if call[0] == name):
         torch.library.opcheck(getattr(torch.ops.torch_kvq, name).default, arguments)

@@ -30,8 +30,8 @@ void check_capacity(const char *name, const Tensor &x, int64_t tokens) {
 QueryCode code_of(const Tensor &planes, const Tensor &terms, int64_t batch, int64_t query_heads, int64_t queries,
                   int64_t dim) {
   QueryCode c;
-  c.planes = (uint32_t *)ints_of("planes", planes, {batch, query_heads, queries, QUERY_BITS, words_of(dim)},
-                                 c.plane_stride);
+  c.planes =
+      (uint32_t *)ints_of("planes", planes, {batch, query_heads, queries, QUERY_BITS, words_of(dim)}, c.plane_stride);
   int64_t strides[4];
   c.terms = floats_of("terms", terms, {batch, query_heads, queries, 4}, strides);
   KVQ_CHECK(strides[3] == 1, "terms", "have a contiguous last dim", "stride " + std::to_string(strides[3]));
@@ -115,13 +115,14 @@ Indexing index_keys_problem(const Tensor &x, const Tensor &query_centre, const T
 }
 
 SignScan sign_scores_problem(const Tensor &planes, const Tensor &terms, const Tensor &sign, const Tensor &factor,
-                             const Tensor &bias, int64_t head_dim, double scale, int64_t start, const Tensor &out) {
+                             const Tensor &bias, int64_t head_dim, double scale, int64_t start, const Tensor &out,
+                             const char *out_name) {
   SignScan s{};
   KVQ_CHECK(sign.dim() == 4, "sign", "have 4 dims", text(sign));
-  s.out = dense_of("out", out, {-1, -1, -1, -1});
-  check_half_or_float("out", s.out);
+  s.out = dense_of(out_name, out, {-1, -1, -1, -1});
+  check_half_or_float(out_name, s.out);
   s.batch = out.size(0), s.heads = size_at(sign, 1), s.queries = out.size(2), s.tokens = out.size(3);
-  s.group = group_of("out", out, s.heads);
+  s.group = group_of(out_name, out, s.heads);
   KVQ_CHECK(head_dim > 0 && head_dim <= MAX_HEAD_DIM, "head_dim", "be from 1 to 512", head_dim);
   s.dim = (int)head_dim, s.start = start, s.scale = (float)scale;
   check_start(start, s.tokens);
@@ -154,7 +155,8 @@ TopP top_p_select_problem(const Tensor &scores, const Tensor &exact_lse, const O
 
 namespace {
 
-// Keys or values that are selected from: one dense tensor or the nine of a store packed along D. Returns whether packed.
+// Keys or values that are selected from: one dense tensor or the nine of a store packed along D. Returns whether
+// packed.
 bool source_of(const char *name, const Tensors &from, int64_t batch, int64_t heads, int64_t tokens, int64_t dim,
                Dense &dense, Store &store) {
   KVQ_CHECK(from.size() == 1 || from.size() == NUM_PACKED_FIELDS, name, "be one tensor or nine", from.size());

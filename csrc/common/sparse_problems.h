@@ -15,7 +15,8 @@ Indexing index_keys_problem(const Tensor &x, const Tensor &query_centre, const T
                             const Tensor &sign, const Tensor &factor, const Tensor &bias);
 
 SignScan sign_scores_problem(const Tensor &planes, const Tensor &terms, const Tensor &sign, const Tensor &factor,
-                             const Tensor &bias, int64_t head_dim, double scale, int64_t start, const Tensor &out);
+                             const Tensor &bias, int64_t head_dim, double scale, int64_t start, const Tensor &out,
+                             const char *out_name = "out");
 
 TopP top_p_select_problem(const Tensor &scores, const Tensor &exact_lse, const OptionalTensor &mask,
                           const OptionalTensor &candidates, double top_p, const Tensor &indices, const Tensor &count);

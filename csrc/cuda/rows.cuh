@@ -25,6 +25,30 @@ __device__ inline float load_element(const char *row, Dtype dtype, int64_t i) {
   return __half2float(((const __half *)row)[i]);
 }
 
+__device__ inline float float_of(float x) { return x; }
+__device__ inline float float_of(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float float_of(__half x) { return __half2float(x); }
+
+template <int N, class T>
+__device__ __forceinline__ void load_spread_as(float (&x)[N], const T *row, int first, int dim) {
+  T loaded[N];
+#pragma unroll
+  for (int j = 0; j < N; j++)
+    if (first + j * WARP < dim) loaded[j] = row[first + j * WARP];
+#pragma unroll
+  for (int j = 0; j < N; j++) x[j] = first + j * WARP < dim ? float_of(loaded[j]) : 0;
+}
+// Elements first, first + 32, .. of a row of `dim`, 0 behind its end, by loads that are under way together.
+template <int N>
+__device__ __forceinline__ void load_spread(float (&x)[N], const char *row, Dtype dtype, int first, int dim) {
+  if (dtype == FLOAT32)
+    load_spread_as(x, (const float *)row, first, dim);
+  else if (dtype == BFLOAT16)
+    load_spread_as(x, (const __nv_bfloat16 *)row, first, dim);
+  else
+    load_spread_as(x, (const __half *)row, first, dim);
+}
+
 // Rounds to nearest even.
 __device__ inline void store_element(char *row, Dtype dtype, int64_t i, float x) {
   if (dtype == FLOAT32) {

@@ -1,5 +1,5 @@
-// Launchers of the kernels of sparse attention. They enqueue and return; nothing waits. `scratch` holds as many bytes as
-// the function of that name says, aligned to 256.
+// Launchers of the kernels of sparse attention. They enqueue and return; nothing waits. `scratch` holds as many bytes
+// as the function of that name says, aligned to 256.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,6 +14,8 @@ void launch_index_keys(const Indexing &, cudaStream_t);
 void launch_sign_scores(const SignScan &, int num_multiprocessors, cudaStream_t);
 int64_t top_p_scratch_bytes(const TopP &, int num_multiprocessors);
 void launch_top_p_select(const TopP &, int num_multiprocessors, void *scratch, cudaStream_t);
+int64_t sign_top_p_scratch_bytes(const SignScan &, const TopP &, int num_multiprocessors);
+void launch_sign_top_p_select(const SignScan &, const TopP &, int num_multiprocessors, void *scratch, cudaStream_t);
 void launch_qk_selected(const Selected &, cudaStream_t);
 int64_t attend_selected_scratch_bytes(const Selected &, int num_multiprocessors);
 void launch_attend_selected(const Selected &, int num_multiprocessors, void *scratch, cudaStream_t);

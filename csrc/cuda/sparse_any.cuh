@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(ANY_THREADS, 2)
       value_values[1 << MAX_BITS];
   const Attention &a = s.attention;
   AnyBlock block(s, (float *)memory);
+  wait_for_kernels_ahead();
   int t = threadIdx.x, lane = block.lane, part = blockIdx.x, tiles = w.tiles_before(w.items);
   int tile = w.first_tile(part, tiles), left = w.first_tile(part + 1, tiles) - tile;
-  let_next_kernel_begin();
   if (left <= 0) return;
   for (int item = w.item_of(tile); left > 0; item++, tile = 0) {
     int now = min(left, w.tiles_of(item) - tile), count = w.count_of(item);

@@ -49,16 +49,20 @@ bool gathers_packed(const Selected &s) {
   return a.keys.bits == 3 && a.values.bits == 3 && gapless(a.keys, 4) && gapless(a.values, 4);
 }
 
+// Blocks of threads that a multiprocessor holds.
+int ctas_of(const Selected &s) {
+  if (gathers_packed(s)) return PackedShape<3, 128>::CTAS;
+  if (!gathers(s)) return 4;
+  return s.attention.dim <= 128 ? GatherShape<128>::CTAS : GatherShape<256>::CTAS;
+}
+
 Work work_of(const Selected &s, int num_multiprocessors, char *scratch, int64_t &bytes) {
   const Attention &a = s.attention;
   Work w{};
   w.selections = (int)s.selection.selections, w.rows = (int)(a.group * a.heads / w.selections * a.queries);
   w.row_blocks = (int)ceil_div(w.rows, ITEM_ROWS), w.items = (int)(a.batch * w.selections * w.row_blocks);
   w.count = s.selection.count, w.count_stride = s.selection.count_stride;
-  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = gathers_packed(s) ? 2
-                                                                                        : !gathers(s)     ? 4
-                                                                                        : a.dim <= 128    ? 2
-                                                                                                          : 1;
+  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = ctas_of(s);
   most = most < 1 ? 1 : most;
   w.parts = (int)(most < each * num_multiprocessors ? most : each * num_multiprocessors);
   int64_t places = (int64_t)(w.parts + w.items) * ITEM_ROWS, sums = round_up(places * a.value_dim * 4, 256);
@@ -76,7 +80,7 @@ void allow(Kernel kernel, int bytes) {
 template <class Worker>
 void gather_by(const Selected &s, const Work &w, cudaStream_t stream) {
   allow(attend_gathered<Worker>, Worker::S::BYTES);
-  attend_gathered<Worker><<<w.parts, GATHER_WARPS * WARP, Worker::S::BYTES, stream>>>(s, w);
+  launch_behind(attend_gathered<Worker>, dim3(w.parts), GATHER_WARPS * WARP, Worker::S::BYTES, stream, s, w);
 }
 
 template <class T>
@@ -111,13 +115,13 @@ void launch_attend_selected(const Selected &s, int num_multiprocessors, void *sc
     gather_by<PackedWarp<3, 128>>(s, w, stream);
   } else if (!gathers(s)) {
     allow(attend_any, any_bytes(s.attention));
-    attend_any<<<w.parts, ANY_THREADS, any_bytes(s.attention), stream>>>(s, w);
+    launch_behind(attend_any, dim3(w.parts), ANY_THREADS, any_bytes(s.attention), stream, s, w);
   } else if (s.attention.q.dtype == FLOAT16) {
     gather<__half>(s, w, stream);
   } else {
     gather<__nv_bfloat16>(s, w, stream);
   }
-  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), ANY_THREADS, 8 * s.attention.value_dim, stream, s, w);
+  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), JOIN_THREADS, combine_bytes(s.attention), stream, s, w);
 }
 
 void launch_qk_selected(const Selected &s, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// The last step of attend_selected: a block of threads joins the partial results of one row and turns sums of packed
-// values back.
+// The last step of attend_selected: a block of threads joins the partial results of one row, each warp some of them,
+// and turns sums of packed values back.
 #pragma once
 
 #include "sparse_any.cuh"
@@ -7,51 +7,78 @@
 namespace kvq {
 namespace cuda {
 
-__global__ void __launch_bounds__(ANY_THREADS)
+constexpr int JOIN_WARPS = 8, JOIN_THREADS = JOIN_WARPS * WARP, LANE_DIMS = MAX_HEAD_DIM / WARP;
+
+// Parts that have tiles of an item.
+struct ItemParts {
+  int first, last, tiles;
+  __device__ __forceinline__ ItemParts(const Work &w, int item) {
+    int own = w.tiles_of(item), before = w.tiles_before(item);
+    tiles = w.tiles_before(w.items);
+    first = own ? w.owner(before, tiles) : 0, last = own ? w.owner(before + own - 1, tiles) : -1;
+  }
+  __device__ __forceinline__ bool has_tiles(const Work &w, int part) const {
+    return part <= last && w.first_tile(part, tiles) < w.first_tile(part + 1, tiles);
+  }
+};
+
+__global__ void __launch_bounds__(JOIN_THREADS)
     combine_selected(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
   extern __shared__ float4 memory[];
-  float *y = (float *)memory;
+  __shared__ float masses[JOIN_WARPS];
   const Attention &a = s.attention;
   int item = blockIdx.x / ITEM_ROWS, r = blockIdx.x % ITEM_ROWS, row = w.first_row(item) + r, t = threadIdx.x,
-      warp = warp_id();
-  wait_for_kernels_ahead();
+      lane = lane_id(), warp = warp_id(), dim = a.value_dim;
+  float *y = (float *)memory, *of_warps = y + 2 * dim;
   if (row >= w.rows) return;
-  int tiles = w.tiles_before(w.items), first = w.tiles_before(item), own = w.tiles_of(item);
-  int part = own ? w.owner(first, tiles) : 0, last = own ? w.owner(first + own - 1, tiles) : -1;
-  float most = NOTHING, mass = 0, sums[MAX_DIMS_EACH] = {};
-  for (int i = part; i <= last; i++)
-    if (w.first_tile(i, tiles) < w.first_tile(i + 1, tiles))
-      most = fmaxf(most, w.state[(int64_t)(i + item) * ITEM_ROWS + r].x);
-  for (int i = part; i <= last; i++) {
-    if (w.first_tile(i, tiles) >= w.first_tile(i + 1, tiles)) continue;  // a part without tiles
-    int64_t at = (int64_t)(i + item) * ITEM_ROWS + r;
-    float2 state = w.state[at];
+  wait_for_kernels_ahead();
+  ItemParts parts(w, item);
+  auto place_of = [&](int part) { return (int64_t)(part + item) * ITEM_ROWS + r; };
+  float most = NOTHING, mass = 0, sums[LANE_DIMS] = {};
+  for (int part = parts.first + lane; part <= parts.last; part += WARP)
+    if (parts.has_tiles(w, part)) most = fmaxf(most, w.state[place_of(part)].x);
+  most = warp_max(most);
+#pragma unroll 2
+  for (int part = parts.first + warp; part <= parts.last; part += JOIN_WARPS) {
+    if (!parts.has_tiles(w, part)) continue;
+    float2 state = w.state[place_of(part)];
+    const float *from = w.sums + place_of(part) * dim;
     float by = exp2f(state.x - most);
     mass = fmaf(by, state.y, mass);
 #pragma unroll
-    for (int j = 0; j < MAX_DIMS_EACH; j++)
-      if (t + j * ANY_THREADS < a.value_dim)
-        sums[j] = fmaf(by, w.sums[at * a.value_dim + t + j * ANY_THREADS], sums[j]);
+    for (int j = 0; j < LANE_DIMS; j++)
+      if (lane + j * WARP < dim) sums[j] = fmaf(by, from[lane + j * WARP], sums[j]);
   }
+#pragma unroll
+  for (int j = 0; j < LANE_DIMS; j++)
+    if (lane + j * WARP < dim) of_warps[warp * dim + lane + j * WARP] = sums[j];
+  if (lane == 0) masses[warp] = mass;
+  __syncthreads();
+  mass = 0;
+  for (int i = 0; i < JOIN_WARPS; i++) mass += masses[i];
   ItemPlace place(w, item);
   RowSource values = values_of(s, place.b, place.kv_head(a, w));
   float inverse = mass > 0 || isnan(mass) ? 1 / mass : 0;
-#pragma unroll
-  for (int j = 0; j < MAX_DIMS_EACH; j++)
-    if (t + j * ANY_THREADS < a.value_dim) y[t + j * ANY_THREADS] = sums[j] * inverse;
+  for (int d = t; d < dim; d += JOIN_THREADS) {
+    float sum = 0;
+    for (int i = 0; i < JOIN_WARPS; i++) sum += of_warps[i * dim + d];
+    y[d] = sum * inverse;
+  }
   __syncthreads();
-  if (values.packed && warp == 0) rotate_row<true>(values.store.rotation, y, y + a.value_dim, t);
+  if (values.packed && warp == 0) rotate_row<true>(values.store.rotation, y, y + dim, lane);
   __syncthreads();
   const float *centre = values.centre(), *balance = values.balance();
   int64_t head = place.head(a, w, row), query = place.query(a, row);
   char *out = row_at(a.out, place.b, head, query);
-  for (int d = t; d < a.value_dim; d += ANY_THREADS)
+  for (int d = t; d < dim; d += JOIN_THREADS)
     store_element(out, a.out.dtype, d, y[d] * (balance ? balance[d] : 1) + (centre && mass > 0 ? centre[d] : 0));
   if (t == 0) {
     float lse = mass > 0 || isnan(mass) ? (most + log2f(mass)) / LOG2_OF_E : -INFINITY;
     a.lse[place.b * a.lse_stride[0] + head * a.lse_stride[1] + query * a.lse_stride[2]] = lse;
   }
 }
+
+inline int combine_bytes(const Attention &a) { return (2 + JOIN_WARPS) * a.value_dim * (int)sizeof(float); }
 
 }  // namespace cuda
 }  // namespace kvq

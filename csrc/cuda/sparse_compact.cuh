@@ -1,4 +1,5 @@
-// top_p_select, last part: a selection that is too large loses its smallest shares, and bit masks become indices.
+// top_p_select, last part: scores in doubt of which all codes are counted are settled, bit masks become indices, and a
+// selection that is too large loses its smallest shares.
 #pragma once
 
 #include "sparse_marks.cuh"
@@ -6,7 +7,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int CAP_THREADS = 1024, COMPACT_THREADS = 256;
+constexpr int CAP_THREADS = 1024, ROWS_AT_ONCE = 4;
 
 template <int THREADS>
 __device__ __forceinline__ int block_sum(int x, int *shared) {
@@ -31,20 +32,74 @@ __device__ __forceinline__ uint32_t share_of(const TopP &p, const SelectionRows 
   return ordered_bits(most + 0.0f);
 }
 
-// Leaves the `capacity` largest shares of a selection, of equal ones the first. Rare, so that one block of threads does
-// it.
-__global__ void __launch_bounds__(CAP_THREADS, 1)
-    cap(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+// A row of which some scores are in doubt: those from `least` on are kept.
+struct DoubtfulRow {
+  const __half *scores;
+  const uint32_t *doubt;
+  float least;
+
+  // By a warp.
+  __device__ __forceinline__ DoubtfulRow(const TopP &p, const RowPlace &row, const RowCut *cuts, const Marks &marks) {
+    int64_t flat = row.flat(p);
+    RowCut cut = cuts[flat];
+    scores = (const __half *)ScoreRow(p, row).scores, doubt = marks.doubt + flat * marks.words, least = INFINITY;
+    if (!(cut.edge < cut.sure)) return;  // no bin is cut
+    const uint32_t *counts = marks.counts + flat * CODES;
+    int lane = lane_id(), bin = bin_of(cut.edge), upper = CODES - 1 - 2 * lane;
+    auto mass_of = [&](int code) {  // 0 for those above cut.base, of which there are none
+      return counts[code] ? (float)counts[code] * expf(score_of(bin, code) - cut.base) : 0;
+    };
+    float above = mass_of(upper), sum = above + mass_of(upper - 1), until = sum;
+    for (int step = 1; step < WARP; step *= 2) {
+      float other = __shfl_up_sync(ALL_LANES, until, step);
+      if (lane >= step) until += other;
+    }
+    uint32_t behind = __ballot_sync(ALL_LANES, until >= cut.need);
+    int found = behind ? __ffs((int)behind) - 1 : WARP - 1;
+    bool first = until - sum + above >= cut.need;
+    least = score_of(bin, __shfl_sync(ALL_LANES, first ? upper : upper - 1, found));
+  }
+  static __device__ __forceinline__ float score_of(int bin, int code) {
+    uint32_t all = (uint32_t)bin << BIN_SHIFT | (uint32_t)code, bits = all & 0x8000 ? all ^ 0x8000 : ~all & 0xffff;
+    return __half2float(__ushort_as_half((unsigned short)bits));
+  }
+};
+
+// Adds to the kept columns of word w those of up to WARP rows that were in doubt, some loads at a time.
+__device__ __forceinline__ uint32_t settled_word(uint32_t kept, const DoubtfulRow *rows, int num_rows, int w) {
+  for (int first = 0; first < num_rows; first += ROWS_AT_ONCE) {
+    uint32_t doubt[ROWS_AT_ONCE], any = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS_AT_ONCE; i++)
+      any |= doubt[i] = first + i < num_rows ? rows[first + i].doubt[w] & ~kept : 0;
+    for (; any; any = doubt[0] | doubt[1] | doubt[2] | doubt[3]) {
+      __half low[ROWS_AT_ONCE], high[ROWS_AT_ONCE];  // scores of the first and the last column in doubt
+#pragma unroll
+      for (int i = 0; i < ROWS_AT_ONCE; i++)
+        if (doubt[i]) {
+          const __half *scores = rows[first + i].scores + w * 32;
+          low[i] = scores[__ffs((int)doubt[i]) - 1], high[i] = scores[31 - __clz((int)doubt[i])];
+        }
+#pragma unroll
+      for (int i = 0; i < ROWS_AT_ONCE; i++)
+        if (doubt[i]) {
+          uint32_t first_bit = doubt[i] & -doubt[i], last_bit = 0x80000000u >> __clz((int)doubt[i]);
+          float least = rows[first + i].least;
+          if (__half2float(low[i]) >= least) kept |= first_bit;
+          if (__half2float(high[i]) >= least) kept |= last_bit;
+          doubt[i] &= ~(first_bit | last_bit);
+        }
+    }
+  }
+  return kept;
+}
+
+// Leaves the `room` largest shares of a selection, of equal ones the first. Rare, so that one block of threads does it.
+__device__ inline void cut_to_capacity(const TopP &p, const SelectionRows &selection, const RowCut *cuts,
+                                       uint32_t *kept, int first, int last, int room) {
   constexpr int DIGIT = 8, CELLS = 1 << DIGIT;
-  __shared__ int cells[CELLS], shared[CAP_THREADS / WARP];
-  wait_for_kernels_ahead();
-  SelectionRows selection(p, blockIdx.x);
-  uint32_t *kept = marks.kept + (int64_t)blockIdx.x * marks.words;
-  int t = threadIdx.x, each = (int)ceil_div(marks.words, CAP_THREADS), first = min(t * each, marks.words),
-      last = min(first + each, marks.words);
-  int own = 0, room = (int)min(p.selection.capacity, (int64_t)INT32_MAX);
-  for (int w = first; w < last; w++) own += __popc(kept[w]);
-  if (block_sum<CAP_THREADS>(own, shared) <= room) return;
+  __shared__ int cells[CELLS], sums[CAP_THREADS / WARP];
+  int t = threadIdx.x;
   auto each_kept = [&](auto use) {
     for (int w = first; w < last; w++)
       for (uint32_t word = kept[w]; word; word &= word - 1)
@@ -66,32 +121,81 @@ __global__ void __launch_bounds__(CAP_THREADS, 1)
   }
   int ties = 0;
   each_kept([&](int, uint32_t, uint32_t share) { ties += share == prefix; });
-  int rank = running_sum<CAP_THREADS>(ties, shared) - ties;
+  int rank = running_sum<CAP_THREADS>(ties, sums) - ties;
   each_kept([&](int w, uint32_t bit, uint32_t share) {
     if (share < prefix || (share == prefix && rank++ >= room)) kept[w] &= ~bit;
   });
 }
 
-// A block of threads writes the indices of its words, a word a thread, behind those of all words before.
-__global__ void __launch_bounds__(COMPACT_THREADS)
-    compact(const __grid_constant__ TopP p, const __grid_constant__ Marks marks) {
-  __shared__ int shared[COMPACT_THREADS / WARP];
-  wait_for_kernels_ahead();
-  int64_t b = blockIdx.y / p.selection.selections, k = blockIdx.y % p.selection.selections;
-  const uint32_t *kept = marks.kept + (int64_t)blockIdx.y * marks.words;
-  int first = blockIdx.x * COMPACT_THREADS, w = first + threadIdx.x, before = 0;
-  for (int i = threadIdx.x; i < first; i += COMPACT_THREADS) before += __popc(kept[i]);
-  before = block_sum<COMPACT_THREADS>(before, shared);
-  uint32_t word = w < marks.words ? kept[w] : 0;
-  int until = before + running_sum<COMPACT_THREADS>(__popc(word), shared);
+// Writes the columns of a word, whose first one is the selection's number `at`.
+__device__ __forceinline__ void write_columns(const TopP &p, int head, uint32_t word, int w, int at) {
+  int64_t b = head / p.selection.selections, k = head % p.selection.selections;
   const int32_t *names = p.candidates ? p.candidates + b * p.candidate_stride[0] + k * p.candidate_stride[1] : nullptr;
   int32_t *out = p.selection.indices + b * p.selection.index_stride[0] + k * p.selection.index_stride[1];
-  for (int at = until - __popc(word); word; word &= word - 1, at++) {
-    int column = w * 32 + __ffs(word) - 1;
+  for (; word; word &= word - 1, at++) {
+    int column = w * 32 + __ffs((int)word) - 1;
     if (at < p.selection.capacity) out[at] = names ? names[column] : column;
   }
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == COMPACT_THREADS - 1)
-    p.selection.count[b * p.selection.count_stride + k] = until;
+}
+__device__ __forceinline__ int32_t &count_of(const TopP &p, int head) {
+  return p.selection.count[head / p.selection.selections * p.selection.count_stride + head % p.selection.selections];
+}
+
+// A block of threads settles its words, a word a thread, says how many columns they hold, and writes these behind those
+// of the blocks before, which have started earlier and wait for none after them.
+template <bool CODES_COUNTED>
+__global__ void __launch_bounds__(COMPACT_THREADS, 8)
+    compact(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+  __shared__ uint4 memory[WARP * sizeof(DoubtfulRow) / sizeof(uint4)];
+  __shared__ int shared[COMPACT_THREADS / WARP];
+  DoubtfulRow *rows = (DoubtfulRow *)memory;
+  int t = threadIdx.x, head = blockIdx.y, w = blockIdx.x * COMPACT_THREADS + t;
+  SelectionRows selection(p, head);
+  uint32_t *kept = marks.kept + (int64_t)head * marks.words, *ready = marks.ready + (int64_t)head * gridDim.x;
+  wait_for_kernels_ahead();
+  uint32_t word = w < marks.words ? kept[w] : 0;
+  if (CODES_COUNTED) {
+    for (int from = 0; from < selection.count(); from += WARP) {
+      int num_rows = min(selection.count() - from, WARP);
+      for (int i = warp_id(); i < num_rows; i += COMPACT_THREADS / WARP) {
+        DoubtfulRow row(p, selection.row(from + i), cuts, marks);
+        if (lane_id() == 0) rows[i] = row;
+      }
+      __syncthreads();
+      if (w < marks.words) word = settled_word(word, rows, num_rows, w);
+      __syncthreads();
+    }
+    if (w < marks.words) kept[w] = word;
+  }
+  int until = running_sum<COMPACT_THREADS>(__popc(word), shared), before = 0;
+  if (t == COMPACT_THREADS - 1) atomicAdd(&ready[blockIdx.x], (uint32_t)until + 1);
+  for (int i = t; i < (int)blockIdx.x; i += COMPACT_THREADS) {
+    uint32_t there;
+    while (!(there = *(volatile uint32_t *)&ready[i])) {
+    }
+    before += (int)there - 1;
+  }
+  until += block_sum<COMPACT_THREADS>(before, shared);
+  write_columns(p, head, word, w, until - __popc(word));
+  if (blockIdx.x == gridDim.x - 1 && t == COMPACT_THREADS - 1) count_of(p, head) = until;
+}
+
+// Selections of more than their capacity, anew.
+__global__ void __launch_bounds__(CAP_THREADS, 1)
+    cap(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
+  __shared__ int shared[CAP_THREADS / WARP];
+  wait_for_kernels_ahead();
+  int head = blockIdx.x, room = (int)min(p.selection.capacity, (int64_t)INT32_MAX);
+  int each = (int)ceil_div(marks.words, CAP_THREADS), first = min((int)threadIdx.x * each, marks.words),
+      last = min(first + each, marks.words);
+  if (count_of(p, head) <= room) return;
+  uint32_t *kept = marks.kept + (int64_t)head * marks.words;
+  cut_to_capacity(p, SelectionRows(p, head), cuts, kept, first, last, room);
+  int own = 0;
+  for (int w = first; w < last; w++) own += __popc(kept[w]);
+  int at = running_sum<CAP_THREADS>(own, shared) - own;
+  for (int w = first; w < last; w++) write_columns(p, head, kept[w], w, at), at += __popc(kept[w]);
+  if (threadIdx.x == CAP_THREADS - 1) count_of(p, head) = at;
 }
 
 }  // namespace cuda

@@ -43,17 +43,21 @@ struct RowSums {
     for (int i = 0; i < STEPS; i++) out[i][0] = out[i][1] = out[i][2] = out[i][3] = 0;
   }
 
-  // Adds to x the products of query fragments with 16 rows.
-  static __device__ __forceinline__ void multiply(float (&x)[2][4], const uint32_t (&query)[STEPS][2], const T *rows,
-                                                  int lane) {
+  // use(i, fragments of 16 rows of keys, dims 16 i .. 16 i + 15).
+  template <class Use>
+  static __device__ __forceinline__ void each_keys(const T *rows, int lane, Use use) {
     const T *from = rows + ((lane & 7) + 8 * (lane >> 4)) * ROW + 8 * ((lane >> 3) & 1);
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
       uint32_t k[4];
       load_straight(k, from + 16 * i);
-      mma_half<T>(x[0], query[i][0], 0, query[i][1], 0, k[0], k[1]);
-      mma_half<T>(x[1], query[i][0], 0, query[i][1], 0, k[2], k[3]);
+      use(i, k);
     }
+  }
+  // Adds to x the products with fragments of queries.
+  static __device__ __forceinline__ void multiply(float (&x)[2][4], uint2 query, const uint32_t (&k)[4]) {
+    mma_half<T>(x[0], query.x, 0, query.y, 0, k[0], k[1]);
+    mma_half<T>(x[1], query.x, 0, query.y, 0, k[2], k[3]);
   }
 
   // Adds 16 rows by the scores of this lane, x[i / 2][i % 2] of token 8 (i / 2) + 2 c + i % 2 in log2, times `by`.
@@ -116,7 +120,7 @@ struct GatherWarp {
   const int32_t *indices;
   int count, lane;
   RowSums<T, DIM> result;
-  uint32_t query[STEPS][2];
+  uint2 query[STEPS];
 
   __device__ __forceinline__ GatherWarp(const Selected &s, char *shared, int warp, int lane) : s(s), lane(lane) {
     rows = (T *)shared + warp * S::STAGES * S::STAGE;
@@ -135,8 +139,8 @@ struct GatherWarp {
     if (row < w.rows) q += place.head(a, w, row) * a.q.stride[1] + place.query(a, row) * a.q.stride[2];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      query[i][0] = row < w.rows ? __ldg((const uint32_t *)q + 8 * i + (lane & 3)) : 0;
-      query[i][1] = row < w.rows ? __ldg((const uint32_t *)q + 8 * i + 4 + (lane & 3)) : 0;
+      query[i].x = row < w.rows ? __ldg((const uint32_t *)q + 8 * i + (lane & 3)) : 0;
+      query[i].y = row < w.rows ? __ldg((const uint32_t *)q + 8 * i + 4 + (lane & 3)) : 0;
     }
   }
 
@@ -168,7 +172,7 @@ struct GatherWarp {
     const T *from = rows + stage * S::STAGE;
     float x[2][4] = {};
     const float by[4] = {1, 1, 1, 1};
-    result.multiply(x, query, from, lane);
+    result.each_keys(from, lane, [&](int i, const uint32_t (&k)[4]) { result.multiply(x, query[i], k); });
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int token = tokens[stage * GATHER_STEP + 8 * (i / 2) + 2 * (lane & 3) + i % 2];
@@ -212,9 +216,9 @@ __global__ void __launch_bounds__(GATHER_WARPS *WARP, Worker::S::CTAS)
   extern __shared__ float4 memory[];
   float *sums = (float *)memory;
   float2 *state = (float2 *)(sums + GATHER_WARPS * ITEM_ROWS * SUMS_ROW);
+  wait_for_kernels_ahead();
   int lane = lane_id(), warp = warp_id(), part = blockIdx.x, tiles = w.tiles_before(w.items);
   int tile = w.first_tile(part, tiles), left = w.first_tile(part + 1, tiles) - tile;
-  let_next_kernel_begin();
   if (left <= 0) return;
   Worker worker(s, (char *)memory, warp, lane);
   for (int item = w.item_of(tile); left > 0; item++, tile = 0) {

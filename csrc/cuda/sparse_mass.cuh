@@ -1,9 +1,9 @@
 // top_p_select, first part: the mass of every bin of a row, and the bin in which the kept mass reaches top_p.
 //
-// A block of threads has a segment of a row. Masses are integers while threads add them up, so that their
-// order is of no matter: each relative to the largest score that its bin can have in the segment, so that none is too
-// small. float16 scores below 64 without a mask, which are the rule, are read once and need a third of the instructions
-// of others.
+// A block of threads has a segment of a row, unless the scan that made the scores added them up. Masses are integers
+// while threads add them up, so that their order is of no matter: each relative to the largest score that its bin can
+// have in the segment, so that none is too small. float16 scores below 64 without a mask, which are the rule, are read
+// once and need a third of the instructions of others.
 #pragma once
 
 #include "sparse_asm.cuh"
@@ -18,6 +18,10 @@ struct MassPlan {
   int pieces, segments;  // pieces of 8 scores a thread; segments a row
   float *masses, *tops;  // [rows, segments, NUM_BINS] relative to exp(top); [rows, segments]
   __host__ __device__ int segment_len() const { return MASS_THREADS * PIECE * pieces; }
+  // By a whole warp, of masses that a scan added up: whether they are all there is to know of a row.
+  __device__ __forceinline__ bool holds(int64_t row) const {
+    return segments && !__any_sync(ALL_LANES, lane_id() < segments && isnan(tops[row * segments + lane_id()]));
+  }
 };
 
 // Eight scores as they lie in memory; rows may begin at any element.
@@ -71,13 +75,13 @@ __device__ __forceinline__ float peak_of(int bin) {
   return __half2float(__ushort_as_half((unsigned short)bits));
 }
 
-// Adds the masses of the first `count` of eight small scores, relative to the peaks of their bins.
-template <bool WHOLE>
-__device__ __forceinline__ void add_small(const Piece<__half> &piece, int count, float unit, uint32_t *cells) {
+// Adds the masses of the first `count` of eight small scores, relative to the peaks of their bins; pair_at(i) are two.
+template <bool WHOLE, class PairAt>
+__device__ __forceinline__ void add_small(PairAt pair_at, int count, float unit, uint32_t *cells) {
   const float exact = 8388608;  // 2^23, added so that the lower bits of a float are an integer
 #pragma unroll
   for (int i = 0; i < PIECE; i += 2) {
-    PairOfCodes pair(__halves2half2(piece.x[i], piece.x[i + 1]));
+    PairOfCodes pair(pair_at(i / 2));
     float2 below = __half22float2(__hsub2(pair.scores, pair.peaks));  // exact: both lie in one bin
     uint32_t low = __float_as_uint(fmaf(fast_exp2(below.x * LOG2_E), unit, exact)) - 0x4B000000u;
     uint32_t high = __float_as_uint(fmaf(fast_exp2(below.y * LOG2_E), unit, exact)) - 0x4B000000u;
@@ -86,12 +90,17 @@ __device__ __forceinline__ void add_small(const Piece<__half> &piece, int count,
   }
 }
 
+// A sum of integers, `scale` each, that are relative to exp(peak), relative to exp(top).
+__device__ __forceinline__ float relative_mass(uint32_t cell, float peak, float top, float scale) {
+  return cell ? (float)cell * scale * fast_exp2((peak - top) * LOG2_E) : 0;
+}
+
 template <class Score, bool MASKED>
 __global__ void __launch_bounds__(MASS_THREADS, 2)
-    bin_masses(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan) {
+    bin_masses(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan,
+               const __grid_constant__ MassPlan scanned) {
   __shared__ uint32_t cells[NUM_BINS];
   __shared__ float tops[MASS_THREADS / WARP];
-  let_next_kernel_begin();
   int row = blockIdx.x / plan.segments, start = (int)(blockIdx.x - row * plan.segments) * plan.segment_len(),
       t = threadIdx.x;
   int left = min((int)p.columns - start, plan.segment_len());
@@ -99,6 +108,8 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
   const Score *from = (const Score *)scores.scores + start;
   auto place_of = [&](int j) { return (j * MASS_THREADS + t) * PIECE; };
   for (int i = t; i < NUM_BINS; i += MASS_THREADS) cells[i] = 0;
+  wait_for_kernels_ahead();
+  if (scanned.holds(row)) return;
   int shift = min(__clz(left), 22);  // so that a cell holds a whole segment
   float unit = (float)(1 << shift), top;
   bool small = false;
@@ -118,10 +129,11 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
 #pragma unroll
       for (int j = 0; j < MAX_PIECES; j++) {
         int count = left - place_of(j);
+        auto pair_at = [&](int i) { return __halves2half2(pieces[j].x[2 * i], pieces[j].x[2 * i + 1]); };
         if (count >= PIECE)
-          add_small<true>(pieces[j], PIECE, unit, cells);
+          add_small<true>(pair_at, PIECE, unit, cells);
         else if (count > 0)
-          add_small<false>(pieces[j], count, unit, cells);
+          add_small<false>(pair_at, count, unit, cells);
       }
     }
   }
@@ -152,7 +164,7 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
   float *to = plan.masses + (int64_t)blockIdx.x * NUM_BINS;
   for (int i = t; i < NUM_BINS; i += MASS_THREADS) {
     float peak = small ? peak_of(i) : fminf(edge_of(i + 1), top);
-    to[i] = cells[i] ? (float)cells[i] / unit * fast_exp2((peak - top) * LOG2_E) : 0;
+    to[i] = relative_mass(cells[i], peak, top, 1 / unit);
   }
   if (t == 0) plan.tops[blockIdx.x] = top;
 }
@@ -174,23 +186,30 @@ __device__ __forceinline__ X running_sum(X x, X *shared) {
   return x;
 }
 
-// Thread t has the four bins that are 4 t .. 4 t + 3 below the top one.
+// Thread t has the four bins that are 4 t .. 4 t + 3 below the top one. Also clears what later kernels count in.
 __global__ void __launch_bounds__(CUT_THREADS)
-    find_cut(const __grid_constant__ TopP p, const __grid_constant__ MassPlan plan, RowCut *cuts) {
+    find_cut(const __grid_constant__ TopP p, const __grid_constant__ MassPlan binned,
+             const __grid_constant__ MassPlan scanned, RowCut *cuts, uint32_t *counters, int num_counters) {
   __shared__ float sums[CUT_THREADS], shared[CUT_THREADS / WARP];
   __shared__ int first;
   int t = threadIdx.x;
   int64_t row = blockIdx.x;
   RowPlace place(p, (int)row);
-  float exact = p.exact_lse[place.b * p.lse_stride[0] + place.hq * p.lse_stride[1] + place.m * p.lse_stride[2]];
   wait_for_kernels_ahead();
+  float exact = p.exact_lse[place.b * p.lse_stride[0] + place.hq * p.lse_stride[1] + place.m * p.lse_stride[2]];
+  const MassPlan &plan = scanned.holds(row) ? scanned : binned;
   const float *tops = plan.tops + row * plan.segments;
-  float base = exact;
-  for (int i = 0; i < plan.segments; i++) base = tops[i] > base ? tops[i] : base;
+  const float4 *masses = (const float4 *)(plan.masses + row * plan.segments * NUM_BINS) + CUT_THREADS - 1 - t;
+  for (int i = (int)row * CUT_THREADS + t; i < num_counters; i += (int)gridDim.x * CUT_THREADS) counters[i] = 0;
+  float top = -INFINITY;
+  for (int i = lane_id(); i < plan.segments; i += WARP) top = fmaxf(top, tops[i]);
+  top = warp_max(top);
+  float base = top > exact ? top : exact;
   float4 mass = make_float4(0, 0, 0, 0);
+#pragma unroll 4
   for (int i = 0; i < plan.segments; i++) {
     float by = tops[i] > -INFINITY ? expf(tops[i] - base) : 0;
-    float4 x = ((const float4 *)(plan.masses + (row * plan.segments + i) * NUM_BINS))[CUT_THREADS - 1 - t];
+    float4 x = masses[i * (NUM_BINS / 4)];
     mass.x = fmaf(x.x, by, mass.x), mass.y = fmaf(x.y, by, mass.y), mass.z = fmaf(x.z, by, mass.z),
     mass.w = fmaf(x.w, by, mass.w);
   }

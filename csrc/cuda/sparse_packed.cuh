@@ -15,13 +15,13 @@ namespace cuda {
 
 template <int BITS, int DIM>
 struct PackedShape {
-  static constexpr int WORDS = DIM / WORD_BITS, STAGES = 4, CTAS = DIM <= 128 ? 2 : 1;
+  static constexpr int WORDS = DIM / WORD_BITS, STAGES = 4, CTAS = DIM <= 128 ? 3 : 1;
   static constexpr int SIDE = GATHER_STEP * BITS * WORDS, SCALES = 2 * SIDE;  // words of keys, then of values
   static constexpr int TOKENS = SCALES + 2 * GATHER_STEP, STAGE = TOKENS + GATHER_STEP;
   static constexpr int ROW = GatherShape<DIM>::ROW, TILE = GATHER_STEP * ROW / 2;  // words
   static constexpr int WARP_WORDS = TILE + STAGES * STAGE;
-  static constexpr int QUERY_WORDS = (ITEM_ROWS + ANY_WARPS) * DIM + ITEM_ROWS;
-  static constexpr int BYTES = 4 * (GATHER_WARPS * WARP_WORDS + QUERY_WORDS);
+  static constexpr int QUERY_WORDS = (ITEM_ROWS + ANY_WARPS) * DIM + ITEM_ROWS, FRAGMENT_WORDS = DIM / 16 * WARP * 4;
+  static constexpr int BYTES = 4 * (GATHER_WARPS * WARP_WORDS + QUERY_WORDS + FRAGMENT_WORDS);
   static_assert(4 * GATHER_WARPS * WARP_WORDS >= GatherShape<DIM>::SUMS_BYTES, "partial sums of warps fit");
   static_assert(STAGE % 4 == 0 && TILE % 4 == 0 && SIDE % 4 == 0, "words are copied in units of 16 bytes");
 };
@@ -34,17 +34,16 @@ struct PackedWarp {
   const Selected &s;
   __half *tile;
   uint32_t *stages;
-  AnyBlock turned;  // queries
   tiles::HalfTable key_table, value_table;
   const int32_t *indices;
   int b, h, count, lane;
   float key_step, value_step, bias, unit;  // of values: scale of the first token
   RowSums<__half, DIM> result;
-  uint32_t upper[STEPS][2], lower[STEPS][2];
+  uint4 *fragments;  // [STEPS, lane]: upper and lower halves of queries, in shared memory as registers are few
 
-  __device__ __forceinline__ PackedWarp(const Selected &s, char *shared, int warp, int lane)
-      : s(s), turned(s, (float *)shared + GATHER_WARPS * S::WARP_WORDS), lane(lane) {
+  __device__ __forceinline__ PackedWarp(const Selected &s, char *shared, int warp, int lane) : s(s), lane(lane) {
     tile = (__half *)((uint32_t *)shared + warp * S::WARP_WORDS), stages = (uint32_t *)tile + S::TILE;
+    fragments = (uint4 *)((uint32_t *)shared + GATHER_WARPS * S::WARP_WORDS + S::QUERY_WORDS);
     const Attention &a = s.attention;
     key_table = tiles::half_table(a.keys), value_table = tiles::half_table(a.values);
     key_step = tiles::step_of(a.keys), value_step = tiles::step_of(a.values);
@@ -55,21 +54,25 @@ struct PackedWarp {
     ItemPlace place(w, item);
     b = place.b, h = place.kv_head(s.attention, w), count = w.count_of(item), result.clear();
     indices = s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1];
+    AnyBlock turned(s, (float *)fragments - S::QUERY_WORDS);
     turned.load_queries(w, item, keys_of(s, b, h));
     __syncthreads();
     int g = lane >> 2, c = lane & 3;
     const float *row = turned.queries + g * DIM;
     bias = turned.bias[g] * s.attention.scale;
-#pragma unroll
-    for (int i = 0; i < STEPS; i++)
+    for (int i = turned.warp; i < STEPS; i += GATHER_WARPS) {
+      uint32_t upper[2], lower[2];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         int at = 16 * i + 8 * j + 2 * c;
         float x = row[tiles::code_of(at)], y = row[tiles::code_of(at + 1)];
-        upper[i][j] = pair_of<__half>(x, y);
-        float2 rounded = floats_of_pair<__half>(upper[i][j]);
-        lower[i][j] = pair_of<__half>(x - rounded.x, y - rounded.y);
+        upper[j] = pair_of<__half>(x, y);
+        float2 rounded = floats_of_pair<__half>(upper[j]);
+        lower[j] = pair_of<__half>(x - rounded.x, y - rounded.y);
       }
+      fragments[i * WARP + lane] = make_uint4(upper[0], upper[1], lower[0], lower[1]);
+    }
+    __syncthreads();
     unit = count > 0 ? __half2float(((const __half *)scales_at(s.attention.values, b, h))[first_token()]) : 1;
     unit = unit > 0 ? unit : 1;
   }
@@ -134,8 +137,10 @@ struct PackedWarp {
     float x[2][4] = {}, by[4];
     unfold(words, tokens, key_table);
     __syncwarp();
-    result.multiply(x, upper, tile, lane);
-    result.multiply(x, lower, tile, lane);
+    result.each_keys(tile, lane, [&](int i, const uint32_t (&k)[4]) {
+      uint4 query = fragments[i * WARP + lane];
+      result.multiply(x, make_uint2(query.x, query.y), k), result.multiply(x, make_uint2(query.z, query.w), k);
+    });
     __syncwarp();  // before values take the place of keys
 #pragma unroll
     for (int i = 0; i < 4; i++) {

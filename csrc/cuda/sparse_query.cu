@@ -1,13 +1,14 @@
 // quantise_query and index_keys: a warp a vector, element 32 w + lane of it in lane `lane`, so that a ballot is a word.
 #include "rotation.cuh"
 #include "sparse.h"
+#include "sparse_asm.cuh"
 
 namespace kvq {
 namespace cuda {
 
 namespace {
 
-constexpr int WARPS = 4, TOP_CODE = (1 << QUERY_BITS) - 1;
+constexpr int WARPS = 4, LANE_DIMS = 4, TOP_CODE = (1 << QUERY_BITS) - 1;
 constexpr float HALF_MAX = 65504;
 
 __device__ const float *vector_at(const HeadVectors &v, int64_t batch, int64_t head) {
@@ -21,6 +22,7 @@ __global__ void __launch_bounds__(WARPS *WARP) quantise_query(const __grid_const
   int lane = lane_id(), dim = c.dim;
   uint32_t row = blockIdx.x * WARPS + warp_id();
   if (row >= count) return;
+  wait_for_kernels_ahead();
   float *y = (float *)memory + warp_id() * 2 * dim;
   int64_t m = row % (uint32_t)c.queries, flat = row / (uint32_t)c.queries, query_heads = c.heads * c.group;
   int64_t b = flat / query_heads, hq = flat % query_heads, h = hq / c.group;
@@ -28,11 +30,18 @@ __global__ void __launch_bounds__(WARPS *WARP) quantise_query(const __grid_const
   const float *query_centre = vector_at(c.query_centre, b, h), *centre = vector_at(c.centre, b, h);
   const float *balance = vector_at(c.balance, b, h);
   float base = 0;
-  for (int d = lane; d < dim; d += WARP) {
-    float x = load_element(q, c.q.dtype, d);
-    if (centre) base = fmaf(x, centre[d], base);
-    if (query_centre) x -= query_centre[d];
-    y[d] = balance ? x * balance[d] : x;
+  for (int first = lane; first < dim; first += LANE_DIMS * WARP) {
+    float x[LANE_DIMS], own[LANE_DIMS], of_key[LANE_DIMS], by[LANE_DIMS];
+    load_spread(x, q, c.q.dtype, first, dim);
+    if (query_centre) load_spread_as(own, query_centre, first, dim);
+    if (centre) load_spread_as(of_key, centre, first, dim);
+    if (balance) load_spread_as(by, balance, first, dim);
+#pragma unroll
+    for (int j = 0; j < LANE_DIMS; j++) {
+      if (centre) base = fmaf(x[j], of_key[j], base);
+      if (query_centre) x[j] -= own[j];
+      if (first + j * WARP < dim) y[first + j * WARP] = balance ? x[j] * by[j] : x[j];
+    }
   }
   base = warp_sum(base);
   rotate_row<false>(c.rotation, y, y + dim, lane);
@@ -108,7 +117,8 @@ __global__ void __launch_bounds__(WARPS *WARP) index_keys(const __grid_constant_
 void launch_quantise_query(const QueryCoding &c, cudaStream_t stream) {
   int64_t count = c.batch * c.heads * c.group * c.queries;
   int bytes = WARPS * 2 * c.dim * (int)sizeof(float);
-  if (count) quantise_query<<<(unsigned)ceil_div(count, WARPS), WARPS * WARP, bytes, stream>>>(c, (uint32_t)count);
+  if (count)
+    launch_behind(quantise_query, dim3(ceil_div(count, WARPS)), WARPS * WARP, bytes, stream, c, (uint32_t)count);
 }
 
 void launch_index_keys(const Indexing &n, cudaStream_t stream) {

@@ -10,7 +10,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int NUM_BINS = 1024, BIN_SHIFT = 6;
+constexpr int NUM_BINS = 1024, BIN_SHIFT = 6, CODES = 1 << BIN_SHIFT;  // codes of float16 in a bin
 constexpr float LEAST = -3.402823466e38f, LOG2_E = 1.44269504f;
 
 // Where a row lies among [B, Hq, M], all of which are fewer than 2^31.
@@ -34,11 +34,12 @@ struct SelectionRows {
         k(flat % (int)p.selection.selections),
         heads((int)p.query_heads / (int)p.selection.selections),
         queries((int)p.queries) {}
+  __device__ __forceinline__ int count() const { return heads * queries; }
+  __device__ __forceinline__ RowPlace row(int i) const { return RowPlace(b, k * heads + i % heads, i / heads); }
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
-    for (int m = 0; m < queries; m++)
-#pragma unroll 4
-      for (int head = 0; head < heads; head++) use(RowPlace(b, k * heads + head, m));
+#pragma unroll 1
+    for (int i = 0; i < count(); i++) use(row(i));
   }
 };
 
@@ -88,6 +89,11 @@ __device__ __forceinline__ float edge_of(int bin) {
   uint32_t code = (uint32_t)bin << BIN_SHIFT, bits = code & 0x8000 ? code ^ 0x8000 : ~code & 0xffff;
   float edge = __half2float(__ushort_as_half((unsigned short)bits));
   return bin >= NUM_BINS || !(edge < INFINITY) ? INFINITY : edge > LEAST ? edge + 0.0f : LEAST;
+}
+
+// Whether a bin has scores from -65504 to 65504, not infinity and NaN.
+__device__ __forceinline__ bool is_bin_of_numbers(int bin) {
+  return bin >= (0xffff - 0xfbff) >> BIN_SHIFT && bin <= (0x8000 | 0x7bff) >> BIN_SHIFT;
 }
 
 // Integers in the order of scores, and back.

@@ -1,3 +1,4 @@
+// top_p_select on CUDA devices, and sign_scores and it in one.
 #include "call.h"
 #include "sparse.h"
 #include "sparse_problems.h"
@@ -7,27 +8,51 @@ namespace cuda {
 
 namespace {
 
-void top_p_select(const Tensor &scores, const Tensor &exact_lse, const OptionalTensor &mask,
-                  const OptionalTensor &candidates, double top_p, const Tensor &indices, const Tensor &count) {
-  Call call("scores", scores);
-  TopP p = top_p_select_problem(scores, exact_lse, mask, candidates, top_p, indices, count);
+void check_size(const Call &call, const TopP &p, const Tensor &scores, const Tensor &indices) {
   int64_t heads = p.batch * p.selection.selections, rows = p.batch * p.query_heads * p.queries;
   KVQ_CHECK(p.columns < (int64_t)1 << 30, "scores", "have fewer than 2**30 columns", text(scores));
   KVQ_CHECK(heads < 1 << 16, "indices", "have fewer than 2**16 selections in all", text(indices));
   call.check_grid("scores", rows * ceil_div(p.columns, 1 << 12));
-  if (!heads) return;
-  if (!rows || !p.columns) {
-    torch::stable::zero_(const_cast<Tensor &>(count));
-    return;
-  }
+}
+
+// Whether there is anything to select from; clears the count if there is not.
+bool has_scores(const TopP &p, const Tensor &count) {
+  bool some = p.batch * p.query_heads * p.queries * p.columns > 0;
+  if (!some && p.batch * p.selection.selections) torch::stable::zero_(const_cast<Tensor &>(count));
+  return some;
+}
+
+void top_p_select(const Tensor &scores, const Tensor &exact_lse, const OptionalTensor &mask,
+                  const OptionalTensor &candidates, double top_p, const Tensor &indices, const Tensor &count) {
+  Call call("scores", scores);
+  TopP p = top_p_select_problem(scores, exact_lse, mask, candidates, top_p, indices, count);
+  check_size(call, p, scores, indices);
+  if (!has_scores(p, count)) return;
   int processors = call.num_multiprocessors();
   launch_top_p_select(p, processors, call.scratch(top_p_scratch_bytes(p, processors)), call.stream());
   call.check("top_p_select");
 }
 
+void sign_top_p_select(const Tensor &planes, const Tensor &terms, const Tensor &sign, const Tensor &factor,
+                       const Tensor &bias, int64_t head_dim, double scale, int64_t start, const Tensor &exact_lse,
+                       double top_p, const Tensor &scores, const Tensor &indices, const Tensor &count) {
+  Call call("scores", scores);
+  SignScan s = sign_scores_problem(planes, terms, sign, factor, bias, head_dim, scale, start, scores, "scores");
+  TopP p = top_p_select_problem(scores, exact_lse, std::nullopt, std::nullopt, top_p, indices, count);
+  KVQ_CHECK(s.index.sign || !s.tokens, "sign", "hold the tokens of scores", text(sign));
+  check_size(call, p, scores, indices);
+  if (!has_scores(p, count)) return;
+  int processors = call.num_multiprocessors();
+  launch_sign_top_p_select(s, p, processors, call.scratch(sign_top_p_scratch_bytes(s, p, processors)), call.stream());
+  call.check("sign_top_p_select");
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m) { m.impl("top_p_select", TORCH_BOX(&top_p_select)); }
+STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m) {
+  m.impl("top_p_select", TORCH_BOX(&top_p_select));
+  m.impl("sign_top_p_select", TORCH_BOX(&sign_top_p_select));
+}
 
 }  // namespace cuda
 }  // namespace kvq

@@ -1,6 +1,8 @@
 // top_p_select: two reads of the scores and no sort. Masses of bins, the bin of the cut, marks, the cut within the bin,
-// indices: five launches (a sixth where the capacity may be exceeded), each of which begins while the last one ends.
+// indices: four launches, each of which begins while the last one ends; one more for scores that are not float16 codes,
+// and where the capacity may be exceeded.
 #include "sparse_compact.cuh"
+#include "sparse_scan_masses.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -8,41 +10,61 @@ namespace cuda {
 namespace {
 
 struct SelectPlan {
-  MassPlan mass;
+  MassPlan mass, scanned;
   Marks marks;
   RowCut *cuts;
   int64_t rows, heads, bytes;
+  int compact_blocks, num_counters;
 
-  SelectPlan(const TopP &p, int num_multiprocessors, char *scratch) {
-    rows = p.batch * p.query_heads * p.queries, heads = p.batch * p.selection.selections, bytes = 0;
+  static int64_t heads_of(const TopP &p) { return p.batch * p.selection.selections; }
+  SelectPlan(const TopP &p, int num_multiprocessors, char *scratch, int scanned_segments = 0) : scanned{} {
+    rows = p.batch * p.query_heads * p.queries, heads = heads_of(p), bytes = 0;
     int64_t piece_len = MASS_THREADS * PIECE, least = ceil_div(p.columns, piece_len * MAX_PIECES);
     int64_t wanted = ceil_div(2 * num_multiprocessors, rows), segments = wanted > least ? wanted : least;
     mass.pieces = (int)ceil_div(p.columns, segments * piece_len);
     mass.segments = (int)ceil_div(p.columns, mass.segment_len());
     marks.words = (int)ceil_div(p.columns, 32);
+    int64_t units = marks.words * 4, steps = units * heads_of(p) / (2 * num_multiprocessors * MARK_THREADS);
+    marks.steps = (int)(steps < 1 ? 1 : steps < MARK_STEPS ? steps : MARK_STEPS);
     auto take = [&](int64_t count, int64_t size) {
       char *at = scratch + bytes;
       bytes += round_up(count * size, 256);
       return at;
     };
     mass.masses = (float *)take(rows * mass.segments * NUM_BINS, 4), mass.tops = (float *)take(rows * mass.segments, 4);
+    scanned.segments = scanned_segments;
+    scanned.masses = (float *)take(rows * scanned_segments * NUM_BINS, 4);
+    scanned.tops = (float *)take(rows * scanned_segments, 4);
     cuts = (RowCut *)take(rows, sizeof(RowCut));
     marks.kept = (uint32_t *)take(heads * marks.words, 4), marks.doubt = (uint32_t *)take(rows * marks.words, 4);
+    compact_blocks = (int)ceil_div(marks.words, COMPACT_THREADS);
+    num_counters = (int)(rows * CODES + heads * compact_blocks);
+    marks.counts = (uint32_t *)take(num_counters, 4), marks.ready = marks.counts + rows * CODES;
   }
 };
 
 template <class Score, bool MASKED>
 void launch(const TopP &p, const SelectPlan &plan, cudaStream_t stream) {
   unsigned rows = (unsigned)plan.rows, heads = (unsigned)plan.heads;
-  unsigned mark_blocks = (unsigned)ceil_div(plan.marks.words * 4, MARK_THREADS);
-  bin_masses<Score, MASKED><<<rows * plan.mass.segments, MASS_THREADS, 0, stream>>>(p, plan.mass);
-  launch_behind(find_cut, dim3(rows), CUT_THREADS, 0, stream, p, plan.mass, plan.cuts);
+  unsigned mark_blocks = (unsigned)ceil_div(plan.marks.words * 4, plan.marks.steps * MARK_THREADS);
+  launch_behind(bin_masses<Score, MASKED>, dim3(rows * plan.mass.segments), MASS_THREADS, 0, stream, p, plan.mass,
+                plan.scanned);
+  launch_behind(find_cut, dim3(rows), CUT_THREADS, 0, stream, p, plan.mass, plan.scanned, plan.cuts, plan.marks.counts,
+                plan.num_counters);
   launch_behind(mark<Score, MASKED>, dim3(mark_blocks, heads), MARK_THREADS, 0, stream, p, plan.cuts, plan.marks);
-  launch_behind(resolve, dim3(rows), RESOLVE_THREADS, 0, stream, p, plan.cuts, plan.marks);
+  constexpr bool CODES_COUNTED = has_codes<Score, MASKED>();
+  if (!CODES_COUNTED) launch_behind(resolve, dim3(rows), RESOLVE_THREADS, 0, stream, p, plan.cuts, plan.marks);
+  launch_behind(compact<CODES_COUNTED>, dim3(plan.compact_blocks, heads), COMPACT_THREADS, 0, stream, p, plan.cuts,
+                plan.marks);
   if (p.selection.capacity < p.columns)
     launch_behind(cap, dim3(heads), CAP_THREADS, 0, stream, p, plan.cuts, plan.marks);
-  dim3 grid((unsigned)ceil_div(plan.marks.words, COMPACT_THREADS), heads);
-  launch_behind(compact, grid, COMPACT_THREADS, 0, stream, p, plan.marks);
+}
+
+// How many segments of masses a scan should have, 0 if scores are better added up by themselves.
+int scan_segments(const SignScan &s, const TopP &p, int num_multiprocessors) {
+  if (!in_words(s) || s.out.dtype != FLOAT16 || p.mask.data) return 0;
+  int segments = ScanMassPlan(s, num_multiprocessors).mass.segments;
+  return segments <= MAX_SEGMENTS ? segments : 0;
 }
 
 }  // namespace
@@ -58,6 +80,25 @@ void launch_top_p_select(const TopP &p, int num_multiprocessors, void *scratch, 
     half ? launch<__half, true>(p, plan, stream) : launch<float, true>(p, plan, stream);
   else
     half ? launch<__half, false>(p, plan, stream) : launch<float, false>(p, plan, stream);
+}
+
+int64_t sign_top_p_scratch_bytes(const SignScan &s, const TopP &p, int num_multiprocessors) {
+  return SelectPlan(p, num_multiprocessors, nullptr, scan_segments(s, p, num_multiprocessors)).bytes;
+}
+
+void launch_sign_top_p_select(const SignScan &s, const TopP &p, int num_multiprocessors, void *scratch,
+                              cudaStream_t stream) {
+  int segments = scan_segments(s, p, num_multiprocessors);
+  if (!segments) {
+    launch_sign_scores(s, num_multiprocessors, stream);
+    return launch_top_p_select(p, num_multiprocessors, scratch, stream);
+  }
+  SelectPlan plan(p, num_multiprocessors, (char *)scratch, segments);
+  ScanMassPlan scan(s, num_multiprocessors);
+  scan.mass.masses = plan.scanned.masses, scan.mass.tops = plan.scanned.tops;
+  cudaFuncSetAttribute((const void *)scan_masses, cudaFuncAttributeMaxDynamicSharedMemorySize, ScanMassPlan::bytes());
+  launch_behind(scan_masses, dim3(scan.grid()), SUM_THREADS, ScanMassPlan::bytes(), stream, s, scan);
+  launch<__half, false>(p, plan, stream);
 }
 
 }  // namespace cuda

@@ -6,19 +6,23 @@
 namespace kvq {
 namespace cuda {
 
-inline void mma_bits(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+inline void mma_bits(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, const int (&c)[4]) {
   struct Operand {
     uint32_t a[2], b;
-    int *d;
-  } operand{{a0, a1}, b, d};
+    int sums[4], *d;
+  } operand{{a0, a1}, b, {c[0], c[1], c[2], c[3]}, d};
   emulated::meet_warp("mma.m16n8k128.b1", &operand, [] {
-    for (int lane = 0; lane < 32; lane++)
-      for (int r = 0; r < 4; r++)
+    for (int lane = 0; lane < 32; lane++) {
+      Operand *own = (Operand *)emulated::operand_of(lane);
+      for (int r = 0; r < 4; r++) {
         for (int k = 0; k < 4; k++) {
           const Operand *row = (const Operand *)emulated::operand_of(lane / 4 * 4 + k);
           const Operand *column = (const Operand *)emulated::operand_of(4 * (lane % 4 * 2 + r % 2) + k);
-          ((Operand *)emulated::operand_of(lane))->d[r] += __popc(row->a[r / 2] & column->b);
+          own->sums[r] += __popc(row->a[r / 2] & column->b);
         }
+        own->d[r] = own->sums[r];
+      }
+    }
   });
 }
 
@@ -30,7 +34,6 @@ inline void wait_copy_groups() {
 }
 
 inline void wait_for_kernels_ahead() {}
-inline void let_next_kernel_begin() {}
 
 template <class... Parameters, class... Arguments>
 void launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t, Arguments &&...arguments) {

@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 from .. import ops
+from ..codecs.rabitq import CodedQuery, RaBitQIndex
 from .compose import Answer
 
 
@@ -53,12 +54,36 @@ def select_tokens(
         mask: ``[B, Hq, M, L]`` bool (True = may be selected) or float32 (added).
         candidates: what the columns of ``scores`` stand for; the mask is that of all tokens all the same.
     """
-    shape = (scores.shape[0], num_selections, scores.shape[-1] if max_selected is None else min(max_selected, scores.shape[-1]))
-    indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
-    selection = Selection(indices, torch.empty(shape[:2], dtype=torch.int32, device=scores.device))
+    selection = _room_for(scores, num_selections, max_selected)
     columns = None if candidates is None else candidates.indices
     ops.top_p_select(scores, exact_lse, mask, columns, top_p, selection.indices, selection.count)
     return selection
+
+
+def select_estimated(
+    index: RaBitQIndex,
+    query: CodedQuery,
+    length: int,
+    exact_lse: torch.Tensor,
+    top_p: float,
+    num_selections: int,
+    max_selected: int | None = None,
+) -> Selection:
+    """``select_tokens`` of the first ``length`` tokens by ``index.scores``, none of them hidden, in one operator."""
+    dtype = torch.float32 if exact_lse.is_cpu else torch.float16
+    scores = exact_lse.new_empty((*exact_lse.shape, length), dtype=dtype)
+    selection = _room_for(scores, num_selections, max_selected)
+    coded, signs = (query.planes, query.terms), (index.sign, index.factor, index.bias)
+    to = scores, selection.indices, selection.count
+    ops.sign_top_p_select(*coded, *signs, index.head_dim, query.scale, 0, exact_lse, top_p, *to)
+    return selection
+
+
+def _room_for(scores: torch.Tensor, num_selections: int, max_selected: int | None) -> Selection:
+    length = scores.shape[-1]
+    shape = (scores.shape[0], num_selections, length if max_selected is None else min(max_selected, length))
+    indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
+    return Selection(indices, torch.empty(shape[:2], dtype=torch.int32, device=scores.device))
 
 
 def score_selected(query: torch.Tensor, keys: list[torch.Tensor], selection: Selection, scale: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ..codecs.rabitq import RaBitQIndex, posterior_scores
 from ..store import no_tokens
 from .compose import Answer
 from .pieces import HIDDEN, Pieces, operand
-from .select import Selection, attend_selected, in_staging, score_selected, select_tokens
+from .select import Selection, attend_selected, in_staging, score_selected, select_estimated, select_tokens
 
 MAX_SELECTING_LEN = 16
 _CHUNK_LEN = 2048
@@ -141,14 +141,14 @@ class SparsePieces(Pieces):
         coded = self.index.code(query, scale)
         if query.is_cpu and not math.isfinite(coded.terms.sum()):  # elsewhere it would wait for the device
             raise ValueError(f"query must be finite, got inf or nan in layer {self.layer.index}")
-        scores = self.index.scores(coded, 0, self.length, torch.float32 if query.is_cpu else torch.float16)
-        if options.widening:
-            scores = posterior_scores(scores.float(), self.index, query, scale)
-        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         num_selections = query.shape[1] if options.per_head else self.exact_keys.shape[1]
         first_p, last_p = refined_shares(options.top_p) if options.refine else (options.top_p, 0.0)
         room = None if options.refine else options.max_selected
-        selection = select_tokens(scores, near_lse, first_p, num_selections, room, mask)
+        if mask is None and not softcap and not options.widening:
+            selection = select_estimated(self.index, coded, self.length, near_lse, first_p, num_selections, room)
+        else:
+            scores = self._estimates(coded, query, scale, softcap)
+            selection = select_tokens(scores, near_lse, first_p, num_selections, room, mask)
         stats, candidates = self.layer.stats, None
         if options.refine:
             candidates = selection
@@ -159,6 +159,13 @@ class SparsePieces(Pieces):
         if options.audit:
             stats.count_kept_mass(self._kept_mass(query, mask, scale, softcap, near_lse, selection))
         return selection
+
+    def _estimates(self, coded, query, scale, softcap) -> torch.Tensor:
+        """Estimated logits of the body, ``[B, Hq, M, length]``."""
+        scores = self.index.scores(coded, 0, self.length, torch.float32 if query.is_cpu else torch.float16)
+        if self.options.widening:
+            scores = posterior_scores(scores.float(), self.index, query, scale)
+        return torch.tanh(scores / softcap) * softcap if softcap else scores
 
     def _kept_mass(self, query, mask, scale, softcap, near_lse, selection: Selection) -> torch.Tensor:
         """The true share of attention that sinks, window and ``selection`` hold, ``[B, Hq, M]``; every key is read for it."""

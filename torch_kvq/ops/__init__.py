@@ -1,16 +1,16 @@
 """Operators ``torch.ops.torch_kvq.*``: schema (``schemas.py``), naive references (``reference.py``,
-``sparse_reference.py``), fakes, kernels.
+``sparse_reference.py``), fakes, kernels; ``fused.py`` has those that are several others in one.
 
 The reference serves every device for which no kernel was loaded; ``torch_kvq.backends.report()`` says which runs.
 """
 
 import torch
 
-from . import fakes, reference, schemas, sparse_reference
+from . import fakes, fused, reference, schemas, sparse_reference
 
 _reference_library = torch.library.Library(schemas.NAMESPACE, "IMPL")
-for _name in schemas.NAMES:
-    _module = reference if hasattr(reference, _name) else sparse_reference
+for _name in schemas.NAMES + schemas.FUSED_NAMES:
+    _module = next(module for module in (reference, sparse_reference, fused) if hasattr(module, _name))
     _reference_library.impl(_name, getattr(_module, _name), "CompositeExplicitAutograd")
 
 rotate = torch.ops.torch_kvq.rotate.default
@@ -27,5 +27,6 @@ top_p_select = torch.ops.torch_kvq.top_p_select.default
 qk_selected = torch.ops.torch_kvq.qk_selected.default
 attend_selected = torch.ops.torch_kvq.attend_selected.default
 gather_selected = torch.ops.torch_kvq.gather_selected.default
+sign_top_p_select = torch.ops.torch_kvq.sign_top_p_select.default
 
-__all__ = [*schemas.NAMES, "fakes", "reference", "schemas", "sparse_reference"]
+__all__ = [*schemas.NAMES, *schemas.FUSED_NAMES, "fakes", "fused", "reference", "schemas", "sparse_reference"]

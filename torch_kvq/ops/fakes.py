@@ -2,12 +2,12 @@
 
 import torch
 
-from .schemas import NAMES, NAMESPACE
+from .schemas import FUSED_NAMES, NAMES, NAMESPACE
 
 
 def _no_return(*args) -> None:
     return None
 
 
-for _name in NAMES:
+for _name in NAMES + FUSED_NAMES:
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _no_return)

@@ -78,8 +78,17 @@ SPARSE_SCHEMAS = (
     "gather_selected(Tensor x, Tensor indices, Tensor count, Tensor(a!) out) -> ()",
 )
 
-SCHEMAS = DENSE_SCHEMAS + SPARSE_SCHEMAS
-DENSE_NAMES, SPARSE_NAMES = (tuple(schema.split("(", 1)[0] for schema in group) for group in (DENSE_SCHEMAS, SPARSE_SCHEMAS))
+# Several operators one after another, for devices that do it faster in one; elsewhere those operators are called (fused.py).
+FUSED_SCHEMAS = (
+    # sign_scores to scores [B, Hq, M, N], then top_p_select of these without a mask.
+    "sign_top_p_select(Tensor planes, Tensor terms, Tensor sign, Tensor factor, Tensor bias, int head_dim, float scale,"
+    " int start, Tensor exact_lse, float top_p, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!) count) -> ()",
+)
+
+SCHEMAS = DENSE_SCHEMAS + SPARSE_SCHEMAS + FUSED_SCHEMAS
+DENSE_NAMES, SPARSE_NAMES, FUSED_NAMES = (
+    tuple(schema.split("(", 1)[0] for schema in group) for group in (DENSE_SCHEMAS, SPARSE_SCHEMAS, FUSED_SCHEMAS)
+)
 NAMES = DENSE_NAMES + SPARSE_NAMES
 SCALE_RULES = ("norm", "matched", "unbiased", "mse")
 

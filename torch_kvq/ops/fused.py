@@ -1,0 +1,14 @@
+"""Operators that are several others in one, by those: what answers on devices without a kernel for it all."""
+
+import torch
+
+from .schemas import NAMESPACE
+
+_ops = getattr(torch.ops, NAMESPACE)
+
+
+def sign_top_p_select(
+    planes, terms, sign, factor, bias, head_dim, scale, start, exact_lse, top_p, scores, indices, count
+) -> None:
+    _ops.sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, scores)
+    _ops.top_p_select(scores, exact_lse, None, None, top_p, indices, count)
