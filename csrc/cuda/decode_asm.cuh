@@ -1,8 +1,9 @@
-// Instructions of the decode kernels that CUDA C++ has no name for, and their launches.
+// Instructions of the decode kernels that CUDA C++ has no name for, and what their launches need.
 //   m16n8k32 int8   A: row g | g+8, k = 4c .. 4c+3 | 16+4c ..   B: column g, same k    C: row g | g+8, columns 2c, 2c+1
 #pragma once
 
-#include "mma.cuh"
+#include "launches.cuh"
+#include "tiles_asm.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -34,8 +35,8 @@ __device__ __forceinline__ uint64_t wide_product(uint32_t x, uint32_t y) {
   return r;
 }
 
-// Copies of 16 bytes from global to shared memory that do not wait; a lane waits for its own with wait_copies, others'
-// need __syncwarp after that. Copies issued since the last commit_copies form one group.
+// Copies of 16 bytes from global to shared memory that do not wait; a lane waits for its own with wait_copy_groups,
+// others' need __syncwarp after that.
 __device__ __forceinline__ void start_copy(uint32_t to, const void *from) {  // an address in shared memory
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -44,25 +45,6 @@ __device__ __forceinline__ void start_copy(void *to, const void *from) { start_c
 __device__ __forceinline__ void start_copy(void *to, const void *from, bool valid) {  // zeros if not
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() {  // until at most PENDING groups are under way
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// A launch that may start before the one ahead of it has ended waits for all that came before, and may let the next one
-// start early in its turn, once its own wait is over. What an earlier launch has written is not to be read by __ldg,
-// which the compiler may move ahead of the wait.
-__device__ __forceinline__ void wait_for_earlier_launches() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void allow_later_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 // p + x * y in one instruction.
@@ -95,23 +77,6 @@ int count_at_once(Kernel kernel, int threads, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, bytes);
   return processors * (each > 0 ? each : 1);
-}
-
-// Launches a kernel that waits for what came before: a multiprocessor with room for it prepares what it needs
-// meanwhile.
-template <class... Parameters, class... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int bytes, cudaStream_t stream,
-                  const Arguments &...arguments) {
-  constexpr int MANY_BYTES = 32 << 10;  // with what a kernel has beside them, more are to be asked for
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
-  config.dynamicSmemBytes = (size_t)bytes, config.stream = stream;
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early, config.numAttrs = 1;
-  if (bytes > MANY_BYTES) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 }  // namespace cuda

@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(NUM_THREADS)
   float *lse = a.lse + place.at(a.lse_stride);
   RowEnd<T, VDIM> end;
   if (t < 32) end.load(a.values, b, h, t);
-  wait_for_earlier_launches();
-  allow_later_launch();
+  wait_for_kernels_ahead();
+  let_next_kernel_begin();
   float4 ahead[AHEAD];  // the first sums of this thread, on their way while the weights are found
   float2 mine[EACH];
 #pragma unroll

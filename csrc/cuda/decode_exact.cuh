@@ -45,7 +45,7 @@ struct ExactWarp {
       int token = i / UNITS, at = 8 * (i % UNITS), last = min(first + token, stop - 1);
       start_copy(shared + token * (WIDTH + 8) + at, from + (int64_t)last * x.stride[2] + at, first + token < stop);
     }
-    commit_copies();
+    close_copies();
   }
   __device__ __forceinline__ void start_keys(const DecodeArgs &a, int b, int h, int step, int lane) const {
     start<DIM>(keys, a.exact_keys, b, h, step * EXACT_STEP, a.exact_len, lane);

@@ -38,9 +38,9 @@ __device__ __forceinline__ void attend_exact(ExactWarp<T, S::DIM, S::VDIM> &warp
   warp.clear();
   auto wait = [&](bool first) {  // for the group before the last one, and before those started since
     if (first)
-      wait_copies<BEHIND + 1>();
+      wait_copy_groups<BEHIND + 1>();
     else
-      wait_copies<1>();
+      wait_copy_groups<1>();
     __syncwarp();
   };
   for (int step = part; step < parts.exact_steps; step += stride) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void attend_exact(ExactWarp<T, S::DIM, S::VDIM> &warp
     if (step + stride < parts.exact_steps)
       warp.start_keys(a, b, h, step + stride, lane);
     else
-      commit_copies();
+      close_copies();
     warp.weights(a, mask, step * EXACT_STEP, c, x, keep, upper, lower);
     wait(step == part);
     warp.add_values(keep, upper, lower, lane);
@@ -174,18 +174,18 @@ __global__ void __launch_bounds__(THREADS, 2)
   using Source = TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM>;
   auto start_keys = [&](const Source &source, int tile) {
     if (tile < stop) source.start_keys(tile, address, lane);
-    commit_copies();
+    close_copies();
   };
   auto start_values = [&](const Source &source, int tile) {
     if (tile < stop) source.start_values(tile, address, lane);
-    commit_copies();
+    close_copies();
   };
   ExactWarp<T, S::DIM, S::VDIM> exact(memory + S::EXACT + warp * S::EXACT_WARP);
   float key_level, value_level;
   {
     Source source(a, b, h, lane);
     source.hold(), fetch_parameters(a), fetch_parameters(parts);
-    wait_for_earlier_launches();
+    wait_for_kernels_ahead();
     if constexpr (S::EXACT_APART)
       if (blockIdx.y >= parts.packed) return attend_exact_apart<T, S>(a, parts, memory, b, h, first_row, rows);
 
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
     start_keys(source, tile), start_values(source, tile);
   }
-  allow_later_launch();
+  let_next_kernel_begin();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
   query.store(a, keys.step, warp, warp, queries, lane);
   if constexpr (S::OCT) {
@@ -220,12 +220,12 @@ __global__ void __launch_bounds__(THREADS, 2)
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
   for (; tile < stop; tile += WARPS) {
     float x[S::Packed::TOKENS];
-    wait_copies<1>();
+    wait_copy_groups<1>();
     __syncwarp();
     packed.scores(mine, keys, g, c, x);
     __syncwarp();
     start_keys(source, tile + WARPS);
-    wait_copies<1>();
+    wait_copy_groups<1>();
     __syncwarp();
     packed.add_tile(mine, values, x, tile * TILE_LEN, a.start, a.length, a.softcap, mask, g, c);
     __syncwarp();

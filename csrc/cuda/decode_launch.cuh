@@ -74,13 +74,15 @@ struct DecodeLaunch {
     DecodeArgs args;
     to_args(a, args);
     if constexpr (S::SHORT)
-      if (parts.together) launch_early(short_kernel<T, S>, grid, THREADS, S::SHORT_SIZE, stream, args, parts);
-    if (!parts.together) launch_early(decode_kernel<T, S>, grid, THREADS, S::SIZE, stream, args, parts);
+      if (parts.together) launch_behind(short_kernel<T, S>, grid, THREADS, S::SHORT_SIZE, stream, args, parts);
+    if (!parts.together) launch_behind(decode_kernel<T, S>, grid, THREADS, S::SIZE, stream, args, parts);
     int64_t rows = a.batch * a.heads * a.rows;
     if (rows < MANY_ROWS)
-      launch_early(combine_kernel<T, S::VDIM, 256>, dim3((unsigned)rows), 256, 32 * parts.count(), stream, args, parts);
+      launch_behind(combine_kernel<T, S::VDIM, 256>, dim3((unsigned)rows), 256, 32 * parts.count(), stream, args,
+                    parts);
     else
-      launch_early(combine_kernel<T, S::VDIM, 128>, dim3((unsigned)rows), 128, 16 * parts.count(), stream, args, parts);
+      launch_behind(combine_kernel<T, S::VDIM, 128>, dim3((unsigned)rows), 128, 16 * parts.count(), stream, args,
+                    parts);
   }
 };
 

@@ -147,17 +147,17 @@ __global__ void __launch_bounds__(THREADS, 3)
   query.place(a, b, h, first_row + warp, warp < rows, lane);
   TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, lane);
   source.hold(), fetch_parameters(a), fetch_parameters(parts);
-  wait_for_earlier_launches();
+  wait_for_kernels_ahead();
   if (blockIdx.y >= parts.packed) {
-    allow_later_launch();
+    let_next_kernel_begin();
     return attend_exact_apart<T, S>(a, parts, memory, b, h, first_row, rows);
   }
   query.load(a, lane);
   float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
   float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
   if (warp < count) source.start_keys(first + warp, to, lane), source.start_values(first + warp, to, lane);
-  commit_copies();
-  allow_later_launch();
+  close_copies();
+  let_next_kernel_begin();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
   query.store(a, keys.step, warp, warp, queries, lane);
   if constexpr (S::OCT) {
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(THREADS, 3)
     query.load(a, lane);
     query.store(a, keys.step, warp + WARPS, warp, queries, lane);
   }
-  wait_copies<0>();
+  wait_copy_groups<0>();
   __syncthreads();
   ShortWarp<S> mine;
   mine.packed.load_queries(queries.bytes, queries.info, g, c);

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(WARPS *WARP) merge(const __grid_constant__ Pie
   int lane = lane_id();
   uint32_t row = blockIdx.x * WARPS + warp_id();
   if (row >= p.batch * p.heads * p.queries) return;
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   uint32_t flat_head = row / (uint32_t)p.queries;
   int64_t m = row % (uint32_t)p.queries, b = flat_head / (uint32_t)p.heads, h = flat_head % (uint32_t)p.heads;
   const float *lses = p.lses + b * p.lses_stride[1] + h * p.lses_stride[2] + m * p.lses_stride[3];

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(ANY_THREADS, 2)
       value_values[1 << MAX_BITS];
   const Attention &a = s.attention;
   AnyBlock block(s, (float *)memory);
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   int t = threadIdx.x, lane = block.lane, part = blockIdx.x, tiles = w.tiles_before(w.items);
   int tile = w.first_tile(part, tiles), left = w.first_tile(part + 1, tiles) - tile;
   if (left <= 0) return;

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(JOIN_THREADS)
       lane = lane_id(), warp = warp_id(), dim = a.value_dim;
   float *y = (float *)memory, *of_warps = y + 2 * dim;
   if (row >= w.rows) return;
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   ItemParts parts(w, item);
   auto place_of = [&](int part) { return (int64_t)(part + item) * ITEM_ROWS + r; };
   float most = NOTHING, mass = 0, sums[LANE_DIMS] = {};

@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(COMPACT_THREADS, 8)
   int t = threadIdx.x, head = blockIdx.y, w = blockIdx.x * COMPACT_THREADS + t;
   SelectionRows selection(p, head);
   uint32_t *kept = marks.kept + (int64_t)head * marks.words, *ready = marks.ready + (int64_t)head * gridDim.x;
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   uint32_t word = w < marks.words ? kept[w] : 0;
   if (CODES_COUNTED) {
     for (int from = 0; from < selection.count(); from += WARP) {
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(COMPACT_THREADS, 8)
 __global__ void __launch_bounds__(CAP_THREADS, 1)
     cap(const __grid_constant__ TopP p, const RowCut *cuts, const __grid_constant__ Marks marks) {
   __shared__ int shared[CAP_THREADS / WARP];
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   int head = blockIdx.x, room = (int)min(p.selection.capacity, (int64_t)INT32_MAX);
   int each = (int)ceil_div(marks.words, CAP_THREADS), first = min((int)threadIdx.x * each, marks.words),
       last = min(first + each, marks.words);

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(GATHER_WARPS *WARP, Worker::S::CTAS)
   extern __shared__ float4 memory[];
   float *sums = (float *)memory;
   float2 *state = (float2 *)(sums + GATHER_WARPS * ITEM_ROWS * SUMS_ROW);
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   int lane = lane_id(), warp = warp_id(), part = blockIdx.x, tiles = w.tiles_before(w.items);
   int tile = w.first_tile(part, tiles), left = w.first_tile(part + 1, tiles) - tile;
   if (left <= 0) return;

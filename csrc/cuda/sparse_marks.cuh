@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(MARK_THREADS, has_codes<Score, MASKED>() ? 5 :
   int t = threadIdx.x, columns = (int)p.columns;
   auto unit_of = [&](int step) { return ((int)blockIdx.x * marks.steps + step) * MARK_THREADS + t; };
   uint32_t kept = 0;
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   for (int from = 0; from < selection.count(); from += MARK_ROWS) {
     const Score *scores[MARK_ROWS];
     uint8_t *doubts[MARK_ROWS];
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(RESOLVE_THREADS, 1)
   __shared__ float listed_scores[MAX_LISTED], sums[CELLS], shared[CELLS / WARP];
   __shared__ int listed_columns[MAX_LISTED], count, first;
   __shared__ unsigned long long cells[CELLS];
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   int t = threadIdx.x;
   int64_t row = blockIdx.x;
   RowCut cut = cuts[row];

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
   const Score *from = (const Score *)scores.scores + start;
   auto place_of = [&](int j) { return (j * MASS_THREADS + t) * PIECE; };
   for (int i = t; i < NUM_BINS; i += MASS_THREADS) cells[i] = 0;
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   if (scanned.holds(row)) return;
   int shift = min(__clz(left), 22);  // so that a cell holds a whole segment
   float unit = (float)(1 << shift), top;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(CUT_THREADS)
   int t = threadIdx.x;
   int64_t row = blockIdx.x;
   RowPlace place(p, (int)row);
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   float exact = p.exact_lse[place.b * p.lse_stride[0] + place.hq * p.lse_stride[1] + place.m * p.lse_stride[2]];
   const MassPlan &plan = scanned.holds(row) ? scanned : binned;
   const float *tops = plan.tops + row * plan.segments;

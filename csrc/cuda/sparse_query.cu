@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(WARPS *WARP) quantise_query(const __grid_const
   int lane = lane_id(), dim = c.dim;
   uint32_t row = blockIdx.x * WARPS + warp_id();
   if (row >= count) return;
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   float *y = (float *)memory + warp_id() * 2 * dim;
   int64_t m = row % (uint32_t)c.queries, flat = row / (uint32_t)c.queries, query_heads = c.heads * c.group;
   int64_t b = flat / query_heads, hq = flat % query_heads, h = hq / c.group;

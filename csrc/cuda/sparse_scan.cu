@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, ANY_CTAS)
     scan_any(const __grid_constant__ SignScan s, const __grid_constant__ ScanPlan plan) {
   int lane = lane_id(), chunk = plan.first_chunk(warp_id()), stop = plan.first_chunk(warp_id() + 1);
   const SignIndex &x = s.index;
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   for (; chunk < stop; chunk++) {
     ScanPlace at(s, plan, chunk);
     const uint16_t *factors = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1] + s.start + at.first;

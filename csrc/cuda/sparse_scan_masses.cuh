@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
   if (t < SCAN_ROWS) is_large[t] = 0;
   clear_biases(s, shared, lane);
   __syncthreads();
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   float unit = (float)(1 << min(__clz(count * CHUNK), 22));
   ScanPlace at(s, plan.scan, item * plan.scan.chunks + chunk);
   ScanQueries<__half> queries(s, at, lane);

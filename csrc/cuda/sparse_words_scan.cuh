@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, SCAN_CTAS)
   uint4 *shared = memory + warp * 2 * CHUNK_UNITS;
   int chunk = plan.first_chunk(warp), left = plan.first_chunk(warp + 1) - chunk;
   clear_biases(s, shared, lane);
-  wait_for_kernels_ahead();
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   if (left <= 0) return;
   ScanPlace at(s, plan, chunk), ahead = at;
   ScanQueries<Out> queries(s, at, lane);

@@ -35,6 +35,14 @@ __device__ __forceinline__ uint32_t and_or(uint32_t x, uint32_t mask, uint32_t b
   return r;
 }
 
+// Ends a group of copies that this thread started since the last one.
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING groups of this thread are under way.
+template <int PENDING>
+__device__ __forceinline__ void wait_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // x, as a value the compiler knows nothing of: what depends on it is computed where it is used, not kept in registers
 // across a loop.
 __device__ __forceinline__ int opaque(int x) {

@@ -2,7 +2,8 @@
 // counted from its beginning.
 #pragma once
 
-#include "mma.cuh"
+#include "launches.cuh"
+#include "tiles_asm.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -11,81 +12,61 @@ namespace cuda {
 // row / 8 + 2 (k / 16), byte k % 4; (k, n) of B in lane 4 n + k % 16 / 4,
 // register k / 16; (row, n) of the result as of m16n8k16.
 template <bool UNSIGNED>
-inline void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                     uint32_t a3, uint32_t b0, uint32_t b1, const int (&c)[4]) {
+inline void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1,
+                     const int (&c)[4]) {
   struct Operand {
     uint32_t a[4], b[2];
-    const int *c;
+    const int* c;
     int result[4];
   } operand{{a0, a1, a2, a3}, {b0, b1}, c, {}};
   emulated::meet_warp("mma.m16n8k32", &operand, [] {
     int a[16][32], b[8][32];
     for (int lane = 0; lane < 32; lane++) {
-      const Operand *x = (const Operand *)emulated::operand_of(lane);
+      const Operand* x = (const Operand*)emulated::operand_of(lane);
       for (int i = 0; i < 4; i++) {
         for (int r = 0; r < 4; r++)
-          a[lane / 4 + 8 * (r % 2)][lane % 4 * 4 + i + 16 * (r / 2)] =
-              (int8_t)(x->a[r] >> 8 * i);
+          a[lane / 4 + 8 * (r % 2)][lane % 4 * 4 + i + 16 * (r / 2)] = (int8_t)(x->a[r] >> 8 * i);
         for (int r = 0; r < 2; r++) {
           uint8_t byte = x->b[r] >> 8 * i;
-          b[lane / 4][lane % 4 * 4 + i + 16 * r] =
-              UNSIGNED ? byte : (int8_t)byte;
+          b[lane / 4][lane % 4 * 4 + i + 16 * r] = UNSIGNED ? byte : (int8_t)byte;
         }
       }
     }
     for (int lane = 0; lane < 32; lane++) {
-      Operand *x = (Operand *)emulated::operand_of(lane);
+      Operand* x = (Operand*)emulated::operand_of(lane);
       for (int r = 0; r < 4; r++) {
         int sum = x->c[r];
-        for (int k = 0; k < 32; k++)
-          sum += a[lane / 4 + 8 * (r / 2)][k] * b[lane % 4 * 2 + r % 2][k];
+        for (int k = 0; k < 32; k++) sum += a[lane / 4 + 8 * (r / 2)][k] * b[lane % 4 * 2 + r % 2][k];
         x->result[r] = sum;
       }
     }
   });
-  for (int r = 0; r < 4; r++)
-    d[r] = operand.result[r];
+  for (int r = 0; r < 4; r++) d[r] = operand.result[r];
 }
 
-inline uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) {
-  return (x & mask) | (y & ~mask);
-}
+inline uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
 inline uint64_t wide_product(uint32_t x, uint32_t y) { return (uint64_t)x * y; }
 
-inline void start_copy(void *to, const void *from, bool valid) {
+inline void start_copy(void* to, const void* from, bool valid) {
   static const char zeros[16] __attribute__((aligned(16))) = {};
   copy_async<16>(to, valid ? from : zeros);
 }
-inline void start_copy(void *to, const void *from) { copy_async<16>(to, from); }
-inline uint32_t shared_address(const void *p) {
-  return (uint32_t)((const char *)p - emulated::block.shared);
-}
-inline void start_copy(uint32_t to, const void *from) {
-  copy_async<16>(emulated::block.shared + to, from);
-}
-inline void commit_copies() { emulated::close_copies(); }
-template <int PENDING> inline void wait_copies() {
-  emulated::wait_copy_groups(PENDING);
-}
+inline void start_copy(void* to, const void* from) { copy_async<16>(to, from); }
+inline uint32_t shared_address(const void* p) { return (uint32_t)((const char*)p - emulated::block.shared); }
+inline void start_copy(uint32_t to, const void* from) { copy_async<16>(emulated::block.shared + to, from); }
 
-inline void wait_for_earlier_launches() {}
-inline void allow_later_launch() {}
-inline const char *advanced(const char *p, uint32_t x, uint32_t y) {
-  return p + (uint64_t)x * y;
-}
-template <class X> void hold(X *&) {}
-template <class Parameters> void fetch_parameters(const Parameters &) {}
+inline const char* advanced(const char* p, uint32_t x, uint32_t y) { return p + (uint64_t)x * y; }
+template <class X>
+void hold(X*&) {}
+template <class Parameters>
+void fetch_parameters(const Parameters&) {}
 
 // A card so small that a head of a few hundred tokens is cut in parts, and one
 // of a few thousand has many tiles a warp.
-template <class Kernel> int count_at_once(Kernel, int, int) { return 8; }
-
-template <class... Parameters, class... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads,
-                  int bytes, cudaStream_t, const Arguments &...arguments) {
-  emulated::run_grid(grid, dim3((unsigned)threads), bytes,
-                     [&] { kernel(arguments...); });
+template <class Kernel>
+int count_at_once(Kernel, int, int) {
+  return 8;
 }
 
-} // namespace cuda
-} // namespace kvq
+}  // namespace cuda
+}  // namespace kvq

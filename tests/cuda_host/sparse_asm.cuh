@@ -1,7 +1,8 @@
 // The host twin of csrc/cuda/sparse_asm.cuh.
 #pragma once
 
-#include "mma.cuh"
+#include "launches.cuh"
+#include "tiles_asm.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -24,20 +25,6 @@ inline void mma_bits(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, const in
       }
     }
   });
-}
-
-// Copies that land when they are waited for do so together, or earlier ones first.
-inline void close_copies() { emulated::close_copies(); }
-template <int PENDING>
-inline void wait_copy_groups() {
-  emulated::wait_copy_groups(PENDING);
-}
-
-inline void wait_for_kernels_ahead() {}
-
-template <class... Parameters, class... Arguments>
-void launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t, Arguments &&...arguments) {
-  emulated::run_grid(grid, dim3(threads), shared_bytes, [&] { kernel(arguments...); });
 }
 
 }  // namespace cuda

@@ -1,0 +1,19 @@
+// The host twin of csrc/cuda/launches.cuh: kernels run one after the other.
+#pragma once
+
+#include "emulator.h"
+
+namespace kvq {
+namespace cuda {
+
+inline void wait_for_kernels_ahead() {}
+inline void let_next_kernel_begin() {}
+
+template <class... Parameters, class... Arguments>
+void launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t,
+                   const Arguments &...arguments) {
+  emulated::run_grid(grid, dim3((unsigned)threads), shared_bytes, [&] { kernel(arguments...); });
+}
+
+}  // namespace cuda
+}  // namespace kvq
