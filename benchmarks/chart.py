@@ -17,6 +17,7 @@ import experts_tables
 import generate_tables
 import matplotlib
 import recall_tables
+import sparse_generate_tables
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -28,6 +29,7 @@ VIEWS = {
     "generate": generate_tables.views,
     "experts": experts_tables.views,
     "recall": recall_tables.views,
+    "sparse_generate": sparse_generate_tables.views,
 }
 CAPTIONS = {"recall": "mass kept against budget"}  # else speed and bytes against context length
 BLOCK = re.compile(r"(<!-- (\w+) (\w+): begin -->\n).*?(<!-- \2 \3: end -->)", re.DOTALL)

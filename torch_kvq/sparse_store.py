@@ -1,19 +1,25 @@
 """Buffers that tokens are selected from: rows that can be read one by one, and the index of the keys beside them."""
 
 import contextlib
+import itertools
 
 import torch
 
 from .codecs.rabitq import RaBitQConfig, RaBitQIndex
-from .layout import num_words
+from .host_memory import HostMemory, host_memory
+from .layout import num_words, round_up
 from .side_stream import SideStream
 from .store import PackedStore, TokenBuffers, optional
 
 SIDE_LEN = 1024  # tokens from which indexing is worth a stream of its own
+HOST_GROWTH_SHARE = 8
 
 
 class RowStore(TokenBuffers):
-    """Exact vectors ``[B, H, length, D]``, on the device or in host memory (page-locked where the device is a GPU).
+    """Exact vectors ``[B, H, length, D]``, on the device or in host memory.
+
+    Host memory of a CUDA device is page-locked and ``rows`` a tensor of the device all the same: kernels fetch over the bus what
+    they read, and nothing is staged.
 
     Raises:
         RuntimeError: page-locked memory was refused.
@@ -22,39 +28,67 @@ class RowStore(TokenBuffers):
     def __init__(
         self, dtype: torch.dtype, batch: int, heads: int, head_dim: int, device: torch.device, on_host: bool, capacity: int = 0
     ) -> None:
-        self.dtype, self.head_dim, self.on_host = dtype, head_dim, on_host
-        self._pinned = on_host and device.type != "cpu"
-        super().__init__(batch, heads, device, capacity)
+        self.dtype, self.head_dim, self._is_mapped = dtype, head_dim, on_host and device.type == "cuda"
+        self._memory: HostMemory | None = None
+        self._side = SideStream(device)
+        super().__init__(batch, heads, device, self.grown(capacity) if self._is_mapped else capacity)
+
+    def grown(self, tokens: int) -> int:
+        """Locking pages takes longer than copying them, and there are more of them: it is done seldom."""
+        return round_up(tokens + tokens // HOST_GROWTH_SHARE) if self._is_mapped else super().grown(tokens)
 
     def token_tensors(self, batch: int, heads: int, capacity: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"rows": ((batch, heads, capacity, self.head_dim), self.dtype)}
 
     def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if not self._pinned:
+        if not self._is_mapped or 0 in shape:
             return super().make(shape, dtype)
-        torch.cuda.current_stream(self.device).synchronize()  # copies to the old buffer may be on their way
         with torch.inference_mode(False):
             try:
-                return torch.empty(shape, dtype=dtype, pin_memory=True)
+                self._memory = host_memory(shape, dtype, self.device)
             except RuntimeError as error:
                 raise RuntimeError(f"store must be able to lock memory for {shape} {dtype}, was refused: {error}") from error
+            return self._memory.on_device(shape, dtype)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.make(tensor.shape, tensor.dtype).copy_(tensor) if self._pinned else super().own(tensor)
+        return self.make(tensor.shape, tensor.dtype).copy_(tensor) if self._is_mapped else super().own(tensor)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "rows": self.tensors()[0].cpu(), "_memory": None} if self._is_mapped else self.__dict__
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        if self._is_mapped:
+            self.rows = self.own(self.rows)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The one tensor that an operator takes."""
+        """The one tensor that an operator takes, once it is written."""
+        self._side.wait()
         return [self.rows]
 
     def append(self, x: torch.Tensor) -> None:
-        """Copies ``x [B, H, N, D]`` behind the last token."""
-        self.reserve(self.length + x.shape[2])
-        self.rows[:, :, self.length : self.length + x.shape[2]].copy_(x, non_blocking=True)
-        self.length += x.shape[2]
+        """Copies ``x [B, H, N, D]`` behind the last token; a prompt to host memory beside what the model does meanwhile."""
+        place = slice(self.length, self.length + x.shape[2])
+        self.reserve(place.stop)
+        if self._memory is not None and x.shape[2] >= SIDE_LEN:
+            self._copy_beside(x, place)
+        else:
+            self.rows[:, :, place] = x
+        self.length = place.stop
+
+    def _copy_beside(self, x: torch.Tensor, place: slice) -> None:
+        """Head by head: only what lies in one piece is copied without the processor."""
+        there = self._memory.on_host(self.rows.shape, self.dtype)
+        with self._side.work((x,)):
+            for b, h in itertools.product(*map(range, x.shape[:2])):
+                there[b, h, place].copy_(x[b, h], non_blocking=True)
+
+    def changed(self) -> None:
+        self._side.wait()
 
     def decode(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Tokens ``start .. stop`` on the device, ``[B, H, N, D]``."""
-        return self.rows[:, :, start:stop].to(self.device, dtype)
+        return self.tensors()[0][:, :, start:stop].to(dtype)
 
 
 class IndexedKeys(TokenBuffers):

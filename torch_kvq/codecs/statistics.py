@@ -8,9 +8,9 @@ _FLOOR = 1e-6
 
 def masked_mean(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """Mean over tokens of ``x [B, H, N, D]`` where ``valid [B, N]`` (all if ``None``): ``[B, H, D]`` float32, 0 if none."""
-    x = x.float()
     if valid is None:
-        return x.mean(-2)
+        return x.mean(-2, dtype=torch.float32)
+    x = x.float()
     weight = valid[:, None, :, None].float()
     return (x * weight).sum(-2) / weight.sum(-2).clamp_min(1)
 
@@ -48,10 +48,11 @@ def _log_moment(moment: torch.Tensor) -> torch.Tensor:
 class QueryMoments:
     """Running first and second moments of the queries that a layer has seen, per kv head.
 
-    Once every sequence has seen ``enough_tokens``, padding not counted, nothing is added any more.
+    Once every sequence has seen ``enough_tokens``, padding not counted, nothing is added any more. Of a long prompt evenly spread
+    tokens are taken, at least ``most_tokens / 2``.
     """
 
-    enough_tokens = 1024
+    enough_tokens, most_tokens = 1024, 4096
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None
@@ -63,7 +64,9 @@ class QueryMoments:
         """Adds ``queries [B, G * H, M, D]``, of which token ``m`` of a sequence counts where ``valid [B, M]``."""
         if self.tokens >= self.enough_tokens:
             return
-        grouped = queries.detach().float().unflatten(1, (heads, -1))
+        step = -(-queries.shape[2] // self.most_tokens)
+        queries, valid = queries.detach()[:, :, ::step], None if valid is None else valid[:, ::step]
+        grouped = queries.float().unflatten(1, (heads, -1))
         first, square = grouped.mean(2), grouped.square().mean(2)  # [B, H, M, D]
         if valid is None:
             first, total, tokens = first.sum(-2), square.sum(-2), square.shape[-2]
