@@ -47,7 +47,8 @@ def _bars(result: dict) -> list[Bar]:
         more = exact["prefill"]["median_ms"] / dense["prefill"]["median_ms"] - 1
         found.append(Bar("time to the first token over DynamicCache, exact", more, 0.05, "%", at_most=True))
     if host:
-        found.append(Bar("bytes on the device of DynamicCache's, host", host["bytes"] / dense["bytes"], 0.12, "%", at_most=True))
+        share = host["bytes"] / dense["bytes"]
+        found.append(Bar("bytes on the device of DynamicCache's, host", share, 0.12, "%", at_most=True))
     if host and exact:
         slower = host["decode"]["median_ms"] / exact["decode"]["median_ms"]
         found.append(Bar("decode step, host over exact", slower, 2.0, "x", at_most=True))

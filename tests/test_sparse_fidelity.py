@@ -54,12 +54,13 @@ BARS = {
 @pytest.mark.parametrize("name", BARS if "KVQ_TEST_SCORED" in os.environ else ("p .95", "refined", "3 bit, refined"))
 def test_smollm2(smollm2, name, capsys):
     options, budget, mass, kl = BARS[name]
+    dtype = smollm2[0].dtype
     got, stats = measured(smollm2, **options)
-    read = stats.bytes_read / (stats.scanned_tokens * 2 * 64 * model.dtype.itemsize)
+    read = stats.bytes_read / (stats.scanned_tokens * 2 * 64 * dtype.itemsize)
     with capsys.disabled():
         print(
             f"\nSmolLM2 {name}: budget {stats.selected_share:.3f}, true mass {stats.kept_mass:.4f}, KL {got.kl:.5f}, "
-            f"top-1 {got.top1:.3f}, bytes read {read:.3f} of {model.dtype} keys and values, {got.num_tokens} tokens scored"
+            f"top-1 {got.top1:.3f}, bytes read {read:.3f} of {dtype} keys and values, {got.num_tokens} tokens scored"
         )
     assert stats.selected_share <= budget and stats.kept_mass >= mass and got.kl <= kl
     assert stats.select_calls == 30 * (SCORED - 1) and stats.fallback_calls == 0

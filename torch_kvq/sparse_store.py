@@ -18,8 +18,8 @@ HOST_GROWTH_SHARE = 8
 class RowStore(TokenBuffers):
     """Exact vectors ``[B, H, length, D]``, on the device or in host memory.
 
-    Host memory of a CUDA device is page-locked and ``rows`` a tensor of the device all the same: kernels fetch over the bus what
-    they read, and nothing is staged.
+    Host memory of a CUDA device is page-locked and ``rows`` a tensor of the device all the same: kernels fetch over the bus
+    what they read, and nothing is staged.
 
     Raises:
         RuntimeError: page-locked memory was refused.

@@ -48,8 +48,8 @@ def _log_moment(moment: torch.Tensor) -> torch.Tensor:
 class QueryMoments:
     """Running first and second moments of the queries that a layer has seen, per kv head.
 
-    Once every sequence has seen ``enough_tokens``, padding not counted, nothing is added any more. Of a long prompt evenly spread
-    tokens are taken, at least ``most_tokens / 2``.
+    Once every sequence has seen ``enough_tokens``, padding not counted, nothing is added any more. Of a long prompt evenly
+    spread tokens are taken, at least ``most_tokens / 2``.
     """
 
     enough_tokens, most_tokens = 1024, 4096
