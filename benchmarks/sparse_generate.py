@@ -2,8 +2,9 @@
 --shape llama-3.1-8b --layers 8 --json sparse_generate.json``.
 
 Random weights of a shape. Every round, all caches in random order: a new cache takes in a prompt, until its next token is known
-to the host, then decodes ``--new-tokens``; the first round does not count. Medians over the rounds, with the extremes. Attention
-of random weights is flat, so that a share of it would be a share of the tokens: a cap selects ``--share`` of them in each kv head.
+to the host, then decodes ``--new-tokens``; the first round does not count. Medians over the rounds, with the extremes.
+Attention of random weights is flat, so that a share of it would be a share of the tokens: a cap selects ``--share`` of them in
+each kv head.
 """
 
 import argparse
