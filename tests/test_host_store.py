@@ -2,6 +2,7 @@
 
 import copy
 import io
+import mmap
 
 import pytest
 import tiny_models
@@ -10,7 +11,7 @@ from oracle import forced_logits
 from test_sparse_cache import sparse
 
 from torch_kvq import RaBitQSparseCache, sparse_store
-from torch_kvq.host_memory import HostMemory
+from torch_kvq.host_memory import HostMemory, pages
 from torch_kvq.sparse_store import HOST_GROWTH_SHARE, SIDE_LEN, RowStore
 
 
@@ -130,6 +131,16 @@ def test_tokens_that_do_not_fit_stay_exact(monkeypatch):
     assert torch.allclose(torch.cat(got, 1), wanted[:, -100:], atol=1e-5)
 
 
+def test_pages_are_zero_and_of_no_one_else():
+    first, second = pages(5000), pages(1)
+    first.fill_(7)
+    assert (
+        len(first) == 5000 and not second.any() and first.data_ptr() % mmap.PAGESIZE == second.data_ptr() % mmap.PAGESIZE == 0
+    )
+    with pytest.raises(RuntimeError, match="4611686018427387904 bytes of host memory"):
+        pages(1 << 62)
+
+
 # ---- on a GPU
 
 
@@ -140,14 +151,15 @@ def test_host_and_device_see_the_same_memory():
     there, here = memory.on_device((5, 1000), torch.float32), memory.on_host((5, 1000), torch.float32)
     there.copy_(torch.arange(5000.0, device=device).view(5, 1000))
     torch.cuda.synchronize()
-    assert torch.equal(here, torch.arange(5000.0).view(5, 1000)) and here.is_pinned()
+    assert torch.equal(here, torch.arange(5000.0).view(5, 1000))
     here[2] = -1.0
     assert torch.equal(there[1:4].sum(1).cpu(), here[1:4].sum(1))
     x = torch.randn(5, 1000, device=device)
     here.copy_(x, non_blocking=True)
     assert torch.equal(there, x)
     del memory, there
-    assert not here.is_pinned()
+    assert int(torch.cuda.cudart().cudaHostRegister(here.data_ptr(), here.nbytes, 0)) == 0  # it was locked no longer
+    assert int(torch.cuda.cudart().cudaHostUnregister(here.data_ptr())) == 0
 
 
 @pytest.mark.gpu
