@@ -6,10 +6,11 @@ import itertools
 import torch
 
 from .codecs.rabitq import RaBitQConfig, RaBitQIndex
+from .drift import LOOK_LEN, MAX_CENTRES, DriftWatch
 from .host_memory import HostMemory, host_memory
 from .layout import num_words, round_up
 from .side_stream import SideStream
-from .store import PackedStore, TokenBuffers, optional
+from .store import PackedStore, TokenBuffers, normal, optional
 
 SIDE_LEN = 1024  # tokens from which indexing is worth a stream of its own
 HOST_GROWTH_SHARE = 8
@@ -94,11 +95,14 @@ class RowStore(TokenBuffers):
 class IndexedKeys(TokenBuffers):
     """A store of keys and their 1-bit index (RaBitQCache, algorithm 1). Packed keys hold the signs of the index already.
 
+    Where later keys are off the centre by more than ``drift.DRIFT`` of their spread, they get one of their own, up to
+    ``drift.MAX_CENTRES`` times; packed keys keep that of their codec.
+
     Args:
         config: of the index; unused for packed keys, whose rotation it shares.
         store: an empty store of keys, packed along ``D`` or of rows.
         batch, heads: shape.
-        centre, balance, query_centre: ``[B, H, D]`` float32 or ``None``, frozen; the first two are the store's if it is packed.
+        centre, balance, query_centre: ``[B, H, D]`` float32 or ``None``; the first two are the store's if it is packed.
     """
 
     per_sequence = ("query_centre", "own_centre", "own_balance")
@@ -121,6 +125,8 @@ class IndexedKeys(TokenBuffers):
         else:
             self.rotation = config.make_rotation(store.head_dim, device).tensors()
         self._index: RaBitQIndex | None = None
+        self._later: list[tuple[int, torch.Tensor]] = []
+        self._watch = DriftWatch(self.own_balance) if self.own_centre.numel() else None
         self._side = SideStream(device)
         super().__init__(batch, heads, device, store.capacity)
 
@@ -141,7 +147,7 @@ class IndexedKeys(TokenBuffers):
             sign = self.store.sign if self.is_packed else self.own_sign
             bias = self.own_bias if self.query_centre.numel() else self.query_centre
             transform = self.query_centre, centre, balance, *self.rotation
-            self._index = RaBitQIndex(self.store.head_dim, sign, self.factor, bias, transform)
+            self._index = RaBitQIndex(self.store.head_dim, sign, self.factor, bias, transform, tuple(self._later))
         return self._index
 
     def tensors(self) -> list[torch.Tensor]:
@@ -150,6 +156,7 @@ class IndexedKeys(TokenBuffers):
 
     def append(self, x: torch.Tensor) -> None:
         """Stores ``x [B, H, N, D]`` behind the last token and indexes it; a prompt beside what the model does meanwhile."""
+        self._follow_drift()
         self.store.append(x)
         self.reserve(self.store.length)
         self._index = None  # the store may have replaced its sign plane
@@ -159,7 +166,32 @@ class IndexedKeys(TokenBuffers):
             self._side.wait()
         with self._side.work((x, *index.tensors())) if beside else contextlib.nullcontext():
             index.write(x, self.length, signs=not self.is_packed)
-        self.length = self.store.length
+        first, self.length = self.length, self.store.length
+        self._watch_drift(x, first)
+
+    def _watch_drift(self, x: torch.Tensor, first: int) -> None:
+        """Looks at ``x``, tokens from ``first`` on that are indexed now, or at all since the last look if ``x`` is a few."""
+        watch = self._watch
+        if watch is None or len(self._later) == MAX_CENTRES or not watch.is_due(self.length):
+            return
+        if first == 0:
+            watch.seen = self.length  # the centre is theirs
+            return
+        if x.shape[2] < LOOK_LEN:
+            x, first = self.store.decode(watch.seen, self.length, x.dtype), watch.seen
+        watch.look(x, first, self._later[-1][1] if self._later else self.own_centre)
+
+    def _follow_drift(self) -> None:
+        """Indexes tokens once more, around their own mean, where the last look found them off their centre."""
+        moved = None if self._watch is None else self._watch.moved()
+        if moved is None:
+            return
+        first, centre = moved
+        self.changed()
+        for name in self.token_tensors(1, 1, 0):  # snapshots keep the index they know
+            setattr(self, name, self.own(getattr(self, name).clone()))
+        self._later.append((first, normal(centre)))
+        self._tensors_of_index().write(self.store.decode(first, self.length, self.store.dtype), first)
 
     def decode(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Keys ``start .. stop``, ``[B, H, N, D]``."""
@@ -168,6 +200,10 @@ class IndexedKeys(TokenBuffers):
     def drop_last(self, tokens: int) -> None:
         super().drop_last(tokens)
         self.store.drop_last(tokens)
+        self._later = [(first, centre) for first, centre in self._later if first < self.length]
+        self._index = None
+        if self._watch is not None:
+            self._watch.forget(self.length)
 
     def __getstate__(self) -> dict:
         self._side.wait()
@@ -180,3 +216,7 @@ class IndexedKeys(TokenBuffers):
     def map_batch(self, function) -> None:
         super().map_batch(function)
         self.store.map_batch(function)
+        self._later = [(first, normal(function(centre))) for first, centre in self._later]
+        if self._watch is not None:
+            self._watch.balance = self.own_balance
+            self._watch.forget(self.length)
