@@ -15,6 +15,7 @@ import re
 import attend_tables
 import experts_tables
 import generate_tables
+import largest_context_tables
 import matplotlib
 import recall_tables
 import sparse_generate_tables
@@ -28,6 +29,7 @@ VIEWS = {
     "attend_sparse": attend_tables.sparse_views,
     "generate": generate_tables.views,
     "experts": experts_tables.views,
+    "largest_context": largest_context_tables.views,
     "recall": recall_tables.views,
     "sparse_generate": sparse_generate_tables.views,
 }
