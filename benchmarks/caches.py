@@ -55,3 +55,4 @@ def fill(cache: Cache, model, batch: int, tokens: int) -> None:
         )
         keys, values = cache.update(keys, values, layer)
         F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)  # an answered layer packs its tokens
+        del query, keys, values  # before the next layer's are made

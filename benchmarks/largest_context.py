@@ -35,7 +35,9 @@ def attempt(model, name: str, batch: int, tokens: int) -> dict | None:
         held = resident_bytes(cache)
         peak = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else held
         return dict(tokens=tokens, peak_bytes=peak, kv_bytes=held)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
         return None
 
 
