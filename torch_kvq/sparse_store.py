@@ -179,7 +179,8 @@ class IndexedKeys(TokenBuffers):
             return
         if x.shape[2] < LOOK_LEN:
             x, first = self.store.decode(watch.seen, self.length, x.dtype), watch.seen
-        watch.look(x, first, self._later[-1][1] if self._later else self.own_centre)
+        start = round_up(first)  # scans from there on are aligned
+        watch.look(x[:, :, start - first :], start, self._later[-1][1] if self._later else self.own_centre)
 
     def _follow_drift(self) -> None:
         """Indexes tokens once more, around their own mean, where the last look found them off their centre."""
