@@ -29,9 +29,9 @@ class HostMemory:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.device, self._address = device, 0
         self.bytes_on_host = pages(num_bytes)
-        address = self.bytes_on_host.data_ptr()
+        address, whole = self.bytes_on_host.data_ptr(), -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with torch.cuda.device(device):
-            error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, PORTABLE | MAPPED)
+            error = torch.cuda.cudart().cudaHostRegister(address, whole, PORTABLE | MAPPED)
             if int(error):
                 with contextlib.suppress(RuntimeError):  # the next launch would report this error as its own
                     torch.ones(1, device=device)
