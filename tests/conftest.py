@@ -34,8 +34,8 @@ def seed():
 def smollm2():
     """(model, tokenizer) of the real SmolLM2-135M-Instruct, in float32 on the CPU.
 
-    ``KVQ_TEST_DEVICE=cuda`` puts it on a GPU, ``KVQ_TEST_DTYPE=bfloat16`` makes it that: tests of fidelity take both. Their bars
-    are for float32: in bfloat16 the rounding of the model itself adds to every distance.
+    ``KVQ_TEST_DEVICE=cuda`` puts it on a GPU, ``KVQ_TEST_DTYPE=bfloat16`` makes it that: tests of fidelity take both. Their
+    bars are for float32: in bfloat16 the rounding of the model itself adds to every distance.
     """
     dtype = getattr(torch, os.environ.get("KVQ_TEST_DTYPE", "float32"))
     model, tokenizer = real_model("smollm2-135m", dtype)

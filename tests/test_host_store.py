@@ -1,5 +1,6 @@
 """Keys and values in host memory: what a store of them does with its memory, and on a GPU that kernels read them there."""
 
+import contextlib
 import copy
 import io
 import mmap
@@ -139,6 +140,37 @@ def test_pages_are_zero_and_of_no_one_else():
     )
     with pytest.raises(RuntimeError, match="4611686018427387904 bytes of host memory"):
         pages(1 << 62)
+
+
+class Runtime:
+    """A CUDA runtime that notes what is asked of it."""
+
+    def __init__(self, asked):
+        self.asked = asked
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        self.asked.append(("lock", address, num_bytes))
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.asked.append(("unlock", address))
+        return 0
+
+
+def test_memory_is_locked_by_whole_pages_until_the_device_is_done(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(asked))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.append(("wait", device)))
+    device = torch.device("cuda", 0)
+    memory = HostMemory(3 * 1000 * 2, device)
+    rows, shown = memory.on_host((3, 1000), torch.bfloat16), memory.__cuda_array_interface__
+    address = rows.data_ptr()
+    assert shown["data"] == (address, False) and shown["shape"] == (6000,) and shown["typestr"] == "|u1"
+    pages_len = -(-6000 // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert asked == [("lock", address, pages_len)]
+    del memory
+    assert asked[1:] == [("wait", device), ("unlock", address)] and not rows.any()
 
 
 # ---- on a GPU
