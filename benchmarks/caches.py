@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import Cache
 
-from torch_kvq import IsoQuantCache
+from torch_kvq import IsoQuantCache, RaBitQSparseCache
 
 # From a model's config; a cache whose package is missing raises ImportError. Ours is first: on a GPU the others may fill it.
 CACHES: dict[str, Callable[[object], Cache]] = {
@@ -21,7 +21,7 @@ PACKAGES = ("optimum-quanto", "hqq")
 
 def resident_bytes(cache: Cache) -> int:
     """Bytes that a cache keeps: ours counts itself, the library's is the sum of the storages of its tensors."""
-    if isinstance(cache, IsoQuantCache):
+    if isinstance(cache, IsoQuantCache | RaBitQSparseCache):
         return cache.nbytes
     storages = {}
     for layer in cache.layers:
@@ -55,3 +55,4 @@ def fill(cache: Cache, model, batch: int, tokens: int) -> None:
         )
         keys, values = cache.update(keys, values, layer)
         F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)  # an answered layer packs its tokens
+        del query, keys, values  # before the next layer's are made

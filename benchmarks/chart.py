@@ -15,8 +15,10 @@ import re
 import attend_tables
 import experts_tables
 import generate_tables
+import largest_context_tables
 import matplotlib
 import recall_tables
+import sparse_generate_tables
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -27,7 +29,9 @@ VIEWS = {
     "attend_sparse": attend_tables.sparse_views,
     "generate": generate_tables.views,
     "experts": experts_tables.views,
+    "largest_context": largest_context_tables.views,
     "recall": recall_tables.views,
+    "sparse_generate": sparse_generate_tables.views,
 }
 CAPTIONS = {"recall": "mass kept against budget"}  # else speed and bytes against context length
 BLOCK = re.compile(r"(<!-- (\w+) (\w+): begin -->\n).*?(<!-- \2 \3: end -->)", re.DOTALL)

@@ -38,12 +38,12 @@ SHAPES = {
 }
 
 
-def load(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A real model, or random weights of a shape, with sdpa attention."""
+def load(name: str, dtype: torch.dtype, device: str, layers: int | None = None) -> PreTrainedModel:
+    """A real model, or random weights of a shape, perhaps with fewer ``layers``, with sdpa attention."""
     if name not in SHAPES:
         return real_models.load(name, dtype)[0].to(device)
     with torch.device(device):
-        config = LlamaConfig(**SHAPES[name])
+        config = LlamaConfig(**SHAPES[name] | ({} if layers is None else dict(num_hidden_layers=layers)))
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 

@@ -32,12 +32,18 @@ def seed():
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """(model, tokenizer) of the real SmolLM2-135M-Instruct in float32."""
-    return real_model("smollm2-135m")
+    """(model, tokenizer) of the real SmolLM2-135M-Instruct, in float32 on the CPU.
+
+    ``KVQ_TEST_DEVICE=cuda`` puts it on a GPU, ``KVQ_TEST_DTYPE=bfloat16`` makes it that: tests of fidelity take both. Their
+    bars are for float32: in bfloat16 the rounding of the model itself adds to every distance.
+    """
+    dtype = getattr(torch, os.environ.get("KVQ_TEST_DTYPE", "float32"))
+    model, tokenizer = real_model("smollm2-135m", dtype)
+    return model.to(os.environ.get("KVQ_TEST_DEVICE", "cpu")), tokenizer
 
 
-def real_model(name: str):
+def real_model(name: str, dtype: torch.dtype = torch.float32):
     """``real_models.load`` of a model that a test cannot do without: skips where its packages are not installed."""
     if not real_models.available(name):
         pytest.skip(f"{name} is not installed: see examples/real_models.py")
-    return real_models.load(name)
+    return real_models.load(name, dtype)

@@ -18,8 +18,10 @@ import caches
 import chart
 import generate
 import generate_tables
+import largest_context
 import models
 import recall_tables
+import sparse_generate_tables
 import timing
 from render import Bar
 
@@ -118,6 +120,70 @@ def test_attend_sparse_measures_a_step_and_its_parts(tmp_path):
     views = chart.VIEWS[result["benchmark"]](result)
     assert "No bar is set" in views["bars"] and "4, 2, 64, 600" in views["speed"]
     assert all(text in result["printed"] for text in views.values())
+
+
+def test_sparse_generate_gives_a_row_for_every_store(tmp_path):
+    options = ["--shape", "tiny", "--layers", "1", "--contexts", "1300", "--rounds", "2", "--new-tokens", "20"]
+    result = run("sparse_generate.py", *options, "--dtype", "float32", path=tmp_path / "sparse_generate_cpu.json")
+    rows = {row["cache"]: row for row in result["rows"]}
+    assert list(rows) == ["dynamic", "exact", "isoquant", "host"] and result["layers"] == 1
+    token, dense = 2 * 2 * 64 * 4, rows["dynamic"]
+    assert dense["bytes"] == (1300 + 21) * token and dense["host_bytes"] == dense["selected_bytes"] == 0
+    for name in ("exact", "isoquant", "host"):
+        row = rows[name]
+        assert row["tokens"] == 1300 + 21 and row["decode"]["rounds"] == 2 and row["prefill"]["min_ms"] > 0
+        assert 0 < row["index_bytes"] < row["selected_bytes"] and (row["host_bytes"] > 0) == (name == "host")
+    assert rows["exact"]["selected_bytes"] == rows["host"]["selected_bytes"] == 2 * 130 * 2 * 64 * 4
+    assert rows["host"]["bytes"] + rows["host"]["host_bytes"] == rows["exact"]["bytes"]
+    views = chart.VIEWS[result["benchmark"]](result)
+    assert all(text in result["printed"] for text in views.values()) and "No bar is set" in views["bars"]
+
+
+def test_the_bars_of_stores():
+    times = dict(exact=(102, 10.0), host=(140, 19.0), dynamic=(100, 8.0))
+    rows = [
+        dict(
+            cache=cache,
+            context=32768,
+            prefill=dict(median_ms=first),
+            decode=dict(median_ms=step),
+            bytes=5 if cache == "host" else 100,
+        )
+        for cache, (first, step) in times.items()
+    ]
+    found = sparse_generate_tables._bars(dict(conditions=dict(device="cuda"), rows=rows))
+    assert [bar.cells()[1:] for bar in found] == [
+        ["<= 5%", "2.0%", "held"],
+        ["<= 12%", "5.0%", "held"],
+        ["<= 2x", "1.90x", "held"],
+    ]
+
+
+def test_the_largest_context_is_what_fits(tmp_path):
+    options = ["--shape", "tiny", "--batch", "2", "--short", "512", "--dtype", "float32", "--memory", "9000000"]
+    result = run("largest_context.py", *options, path=tmp_path / "largest_context_cpu.json")
+    ours, dense = result["rows"]
+    assert dense["kv_bytes"] == 2 * (dense["tokens"] + 2) * KV_BYTES_A_TOKEN * 4 <= 9000000
+    for row in result["rows"]:
+        assert row["peak_bytes"] <= 9000000 < 1.05 * row["peak_bytes"] and row["tried"] <= 3
+    assert f"{ours['tokens'] / dense['tokens']:.2f}x" in result["printed"]
+    assert all(text in result["printed"] for text in chart.VIEWS[result["benchmark"]](result).values())
+
+
+def test_a_context_that_has_no_room_is_shortened(monkeypatch):
+    model = models.load("tiny", torch.float32, "cpu")
+    args = largest_context.parse(["--shape", "tiny", "--short", "64", "--batch", "1", "--memory", "900000"])
+    whole = largest_context.measure(model, "dynamic", args)["tokens"]
+    filled = largest_context.fill
+
+    def refuse(cache, model, batch, tokens):
+        if tokens > 0.95 * whole:
+            raise RuntimeError("CUDA out of memory")
+        filled(cache, model, batch, tokens)
+
+    monkeypatch.setattr(largest_context, "fill", refuse)
+    found = largest_context.measure(model, "dynamic", args)
+    assert 0.93 * whole <= found["tokens"] <= 0.95 * whole and found["tried"] == 4
 
 
 def test_recall_gives_a_row_for_every_selector_and_budget(recalled):

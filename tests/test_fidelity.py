@@ -54,11 +54,13 @@ def text_ids(tokenizer, num_tokens: int, texts: int = 4) -> torch.Tensor:
 
 
 @pytest.fixture(params=["in use", native.INTEGER])
-def kernels(request):
-    """The kernels of float32 queries as they are, and the integer ones that answer 16-bit queries."""
+def kernels(request, smollm2):
+    """The kernels of float32 queries as they are, and on the CPU the integer ones that answer 16-bit queries."""
     if request.param == "in use":
         yield backends.cpu_isa()
         return
+    if smollm2[0].device.type != "cpu":
+        pytest.skip(f"{native.INTEGER} is for the CPU")
     if native.INTEGER not in native.available_isas():
         pytest.skip(f"{native.INTEGER} is not on this machine or not built")
     before = native.set_cpu_isa(native.INTEGER)
@@ -71,9 +73,10 @@ def kernels(request):
 def test_smollm2_at_default_settings(smollm2, bits, kl, top1, delta, kernels, capsys):
     model, tokenizer = smollm2
     scored = 192 if kernels == native.INTEGER else 512
-    got = fidelity(model, text_ids(tokenizer, 1024 + scored), lambda: IsoQuantCache(k_bits=bits, v_bits=bits), 1024)
+    ids = text_ids(tokenizer, 1024 + scored).to(model.device)
+    got = fidelity(model, ids, lambda: IsoQuantCache(k_bits=bits, v_bits=bits), 1024)
     with capsys.disabled():
-        print(f"\nSmolLM2 K{bits} V{bits}, {kernels}: {got}")
+        print(f"\nSmolLM2 K{bits} V{bits}, {kernels if model.device.type == 'cpu' else model.device}, {model.dtype}: {got}")
     assert backends.cpu_isa() == kernels
     assert got.kl <= kl and got.top1 >= top1 and got.delta_nll <= delta
 
@@ -82,7 +85,7 @@ def test_smollm2_at_default_settings(smollm2, bits, kl, top1, delta, kernels, ca
 def test_order_of_rotations_on_smollm2(smollm2, capsys):
     """RotaryQuant, table 8: without centring, balance, window and sinks each weaker rotation costs clearly more."""
     model, tokenizer = smollm2
-    ids = text_ids(tokenizer, 320, texts=2)
+    ids = text_ids(tokenizer, 320, texts=2).to(model.device)
     rotations = ("none", "so3", "so4", "hadamard", "isoquant", "dense")
     kl = {r: fidelity(model, ids, lambda: IsoQuantCache(rotation=r, **BARE), 256).kl for r in rotations}  # noqa: B023
     with capsys.disabled():

@@ -1,7 +1,6 @@
 """What a sparse cache refuses, by name, and warns of."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -10,7 +9,6 @@ from oracle import forced_logits
 from test_sparse_cache import pieces_of, sparse
 
 from torch_kvq import RaBitQSparseCache
-from torch_kvq.sparse_store import RowStore
 
 
 @pytest.mark.parametrize(
@@ -51,19 +49,6 @@ def test_states_of_another_device_are_refused():
     with pytest.raises(ValueError, match="key_states must stay on cpu with layer 0, got meta"):
         cache.update(x, x, 0)
     assert cache.layers[0].get_seq_length() == 150
-
-
-def test_page_locked_memory_that_is_refused_has_a_name(monkeypatch):
-
-    def refuse(*args, **kwargs):
-        raise RuntimeError("out of memory")
-
-    store = RowStore(torch.float32, 1, 2, 32, torch.device("cpu"), True)
-    store._pinned = True
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(RuntimeError, match="store must be able to lock memory"):
-        store.append(torch.zeros(1, 2, 5, 32))
 
 
 def test_a_budget_that_selects_everything_says_so_once():

@@ -1,6 +1,7 @@
 """What the sparse cache keeps of a real model, with real texts: budget, true mass, KL, needles.
 
 ``KVQ_TEST_SCORED=512`` scores as many tokens as the published figures; without compiled kernels a few show the same.
+``KVQ_TEST_DEVICE=cuda`` runs it on a GPU (``conftest.py``).
 """
 
 import os
@@ -34,7 +35,7 @@ def measured(smollm2, **options):
         made.append(RaBitQSparseCache(audit=True, **options))
         return made[-1]
 
-    got = fidelity(model, token_rows(tokenizer, PREFIX + SCORED), make, PREFIX)
+    got = fidelity(model, token_rows(tokenizer, PREFIX + SCORED).to(model.device), make, PREFIX)
     return got, made[-1].stats
 
 
@@ -53,12 +54,13 @@ BARS = {
 @pytest.mark.parametrize("name", BARS if "KVQ_TEST_SCORED" in os.environ else ("p .95", "refined", "3 bit, refined"))
 def test_smollm2(smollm2, name, capsys):
     options, budget, mass, kl = BARS[name]
+    dtype = smollm2[0].dtype
     got, stats = measured(smollm2, **options)
-    read = stats.bytes_read / (stats.scanned_tokens * 2 * 64 * 4)
+    read = stats.bytes_read / (stats.scanned_tokens * 2 * 64 * dtype.itemsize)
     with capsys.disabled():
         print(
             f"\nSmolLM2 {name}: budget {stats.selected_share:.3f}, true mass {stats.kept_mass:.4f}, KL {got.kl:.5f}, "
-            f"top-1 {got.top1:.3f}, bytes read {read:.3f} of float32 keys and values, {got.num_tokens} tokens scored"
+            f"top-1 {got.top1:.3f}, bytes read {read:.3f} of {dtype} keys and values, {got.num_tokens} tokens scored"
         )
     assert stats.selected_share <= budget and stats.kept_mass >= mass and got.kl <= kl
     assert stats.select_calls == 30 * (SCORED - 1) and stats.fallback_calls == 0
@@ -76,10 +78,10 @@ def answers(model, tokenizer, cache, text, length=3):
     """How the model ends each sentence that the text holds, which the cache takes in once."""
     found = []
     with torch.no_grad():
-        model(input_ids=tokenizer(text, return_tensors="pt").input_ids, **{cache_keyword(): cache})
+        model(input_ids=tokenizer(text, return_tensors="pt").input_ids.to(model.device), **{cache_keyword(): cache})
         held = cache.get_seq_length()
         for sentence in NEEDLES:
-            ids, written = tokenizer("\n\n" + sentence, return_tensors="pt").input_ids, []
+            ids, written = tokenizer("\n\n" + sentence, return_tensors="pt").input_ids.to(model.device), []
             for _ in range(length):
                 logits = model(input_ids=ids, **{cache_keyword(): cache}).logits[:, -1]
                 ids = logits.argmax(-1, keepdim=True)

@@ -209,3 +209,22 @@ def test_the_centre_of_queries_is_their_mean_over_heads_and_tokens():
     torch.testing.assert_close(moments.centre(), theirs)
     moments.map_batch(lambda x: x[[1, 1]])
     torch.testing.assert_close(moments.centre(), theirs[[1, 1]])
+
+
+def test_of_a_long_prompt_some_tokens_are_taken():
+    """Every third of 10,000; padded ones are all taken, as few of them may be tokens."""
+    queries, centre = torch.randn(1, 6, 10000, 8) + 1, torch.randn(1, 2, 8)
+    queries[:, :, torch.arange(10000) % 3 != 0] = torch.nan
+    keys = queries[:, :2]
+    moments = QueryMoments()
+    moments.add(queries, 2, None)
+    part = queries[:, :, ::3].unflatten(1, (2, 3))
+    torch.testing.assert_close(moments.mean(), part.square().mean((2, 3)))
+    torch.testing.assert_close(moments.centre(), part.mean((2, 3)))
+    assert moments.tokens == 3334
+    torch.testing.assert_close(second_moment(keys, centre, None), second_moment(keys[:, :, ::3], centre, None))
+    valid = torch.arange(10000)[None] >= 9990
+    short, last = QueryMoments(), torch.randn(1, 6, 10, 8)
+    queries[:, :, -10:] = last
+    short.add(queries.nan_to_num(), 2, valid)
+    torch.testing.assert_close(short.mean(), last.unflatten(1, (2, 3)).square().mean((2, 3)))

@@ -61,6 +61,10 @@ class TokenBuffers:
     def token_tensors(self, batch: int, heads: int, capacity: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         raise NotImplementedError
 
+    def grown(self, tokens: int) -> int:
+        """Capacity to allocate for ``tokens``."""
+        return grown(tokens)
+
     def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor of this store."""
         return empty(shape, dtype, self.device)
@@ -75,13 +79,14 @@ class TokenBuffers:
         if tokens <= self.capacity:
             return
         self.changed()  # what a subclass remembers would keep the old buffers
-        used, self.capacity = round_up(self.length), grown(tokens)
+        used, capacity = round_up(self.length), self.grown(tokens)
         batch, heads = getattr(self, next(iter(self.token_tensors(1, 1, 0)))).shape[:2]
-        for name, (shape, dtype) in self.token_tensors(batch, heads, self.capacity).items():
+        for name, (shape, dtype) in self.token_tensors(batch, heads, capacity).items():
             new, old = self.make(shape, dtype), getattr(self, name)
-            rows = used * shape[2] // self.capacity
+            rows = used * shape[2] // capacity
             new[:, :, :rows] = old[:, :, :rows]
             setattr(self, name, new)
+        self.capacity = capacity
 
     def drop_last(self, tokens: int) -> None:
         """Forgets the last ``tokens``."""

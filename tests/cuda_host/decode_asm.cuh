@@ -16,13 +16,13 @@ inline void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_
                      const int (&c)[4]) {
   struct Operand {
     uint32_t a[4], b[2];
-    const int* c;
+    const int *c;
     int result[4];
   } operand{{a0, a1, a2, a3}, {b0, b1}, c, {}};
   emulated::meet_warp("mma.m16n8k32", &operand, [] {
     int a[16][32], b[8][32];
     for (int lane = 0; lane < 32; lane++) {
-      const Operand* x = (const Operand*)emulated::operand_of(lane);
+      const Operand *x = (const Operand *)emulated::operand_of(lane);
       for (int i = 0; i < 4; i++) {
         for (int r = 0; r < 4; r++)
           a[lane / 4 + 8 * (r % 2)][lane % 4 * 4 + i + 16 * (r / 2)] = (int8_t)(x->a[r] >> 8 * i);
@@ -33,7 +33,7 @@ inline void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_
       }
     }
     for (int lane = 0; lane < 32; lane++) {
-      Operand* x = (Operand*)emulated::operand_of(lane);
+      Operand *x = (Operand *)emulated::operand_of(lane);
       for (int r = 0; r < 4; r++) {
         int sum = x->c[r];
         for (int k = 0; k < 32; k++) sum += a[lane / 4 + 8 * (r / 2)][k] * b[lane % 4 * 2 + r % 2][k];
@@ -47,19 +47,19 @@ inline void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_
 inline uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
 inline uint64_t wide_product(uint32_t x, uint32_t y) { return (uint64_t)x * y; }
 
-inline void start_copy(void* to, const void* from, bool valid) {
+inline void start_copy(void *to, const void *from, bool valid) {
   static const char zeros[16] __attribute__((aligned(16))) = {};
   copy_async<16>(to, valid ? from : zeros);
 }
-inline void start_copy(void* to, const void* from) { copy_async<16>(to, from); }
-inline uint32_t shared_address(const void* p) { return (uint32_t)((const char*)p - emulated::block.shared); }
-inline void start_copy(uint32_t to, const void* from) { copy_async<16>(emulated::block.shared + to, from); }
+inline void start_copy(void *to, const void *from) { copy_async<16>(to, from); }
+inline uint32_t shared_address(const void *p) { return (uint32_t)((const char *)p - emulated::block.shared); }
+inline void start_copy(uint32_t to, const void *from) { copy_async<16>(emulated::block.shared + to, from); }
 
-inline const char* advanced(const char* p, uint32_t x, uint32_t y) { return p + (uint64_t)x * y; }
+inline const char *advanced(const char *p, uint32_t x, uint32_t y) { return p + (uint64_t)x * y; }
 template <class X>
-void hold(X*&) {}
+void hold(X *&) {}
 template <class Parameters>
-void fetch_parameters(const Parameters&) {}
+void fetch_parameters(const Parameters &) {}
 
 // A card so small that a head of a few hundred tokens is cut in parts, and one
 // of a few thousand has many tiles a warp.

@@ -119,12 +119,3 @@ def attend_selected(
         answer = out, query.new_empty(query.shape[:3], dtype=torch.float32)
     ops.attend_selected(query, keys, values, selection.indices, selection.count, mask, scale, softcap, *answer)
     return answer
-
-
-def in_staging(rows: torch.Tensor, selection: Selection, device: torch.device) -> tuple[list[torch.Tensor], Selection]:
-    """Brings selected ``rows [B, H, C, D]``, perhaps of host memory, to ``device``: ``[B, K, S, D]``, and their selection."""
-    indices = selection.indices
-    out = torch.empty((*indices.shape, rows.shape[-1]), dtype=rows.dtype, device=device)
-    ops.gather_selected(rows, indices, selection.count, out)
-    place = torch.arange(indices.shape[-1], dtype=torch.int32, device=device)
-    return [out], Selection(place.expand(indices.shape).contiguous(), selection.count)

@@ -11,7 +11,7 @@ from ..codecs.rabitq import RaBitQIndex, posterior_scores
 from ..store import no_tokens
 from .compose import Answer
 from .pieces import HIDDEN, Pieces, operand
-from .select import Selection, attend_selected, in_staging, score_selected, select_estimated, select_tokens
+from .select import Selection, attend_selected, score_selected, select_estimated, select_tokens
 
 MAX_SELECTING_LEN = 16
 _CHUNK_LEN = 2048
@@ -48,10 +48,11 @@ class SparsePieces(Pieces):
         tensors = self.keys if role == "k" else self.values
         if len(tensors) > 1:
             return self.decoded(role, False, start, stop)
-        return tensors[0][:, :, start:stop].to(self.exact_keys.device)
+        rows = tensors[0][:, :, start:stop]
+        return rows.clone() if self.options.on_host else rows  # read once over the bus, whatever reads it then
 
     def _chunks(self) -> list[slice]:
-        """The whole body where it is dense as it is, else parts of it, one of which is dense at a time."""
+        """The whole body where it is dense on the device, else parts of it, one of which is dense there at a time."""
         step = self.length if len(self.keys) == 1 and not self.options.on_host else _CHUNK_LEN
         return [slice(start, min(start + step, self.length)) for start in range(0, self.length, step)]
 
@@ -127,12 +128,8 @@ class SparsePieces(Pieces):
         ops.attend(query, *nothing, keys, values, mask, sink_logits, 0, 0, 0, scale, softcap, *answer)
 
     def _far(self, query, selection: Selection, mask, scale, softcap, answer: Answer | None = None) -> Answer:
-        keys, values, held = self.keys, self.values, selection
-        if self.options.on_host:
-            (keys, held), (values, _) = (in_staging(rows[0], selection, query.device) for rows in (keys, values))
-            if mask is not None:
-                mask = mask.gather(-1, selection.columns(query.shape[1], 0).expand(-1, -1, query.shape[2], -1))
-        return attend_selected(query, keys, values, held, scale, self.exact_values.shape[-1], mask, softcap, answer)
+        value_dim = self.exact_values.shape[-1]
+        return attend_selected(query, self.keys, self.values, selection, scale, value_dim, mask, softcap, answer)
 
     # ---- selection
 
@@ -204,10 +201,7 @@ class SparsePieces(Pieces):
         ops.qk(query, no_tokens(*exact.shape[:2], exact.shape[3], False, query.device), exact, 0, 0, near)
         out = query.new_full((*query.shape[:3], self.num_tokens + 1), -torch.inf)  # the last column takes what is not valid
         out[..., :first], out[..., last:-1] = near[..., :first], near[..., first:]
-        keys, held = self.keys, self.selection
-        if self.options.on_host:
-            keys, held = in_staging(keys[0], self.selection, query.device)
-        far = score_selected(query, keys, held, 1.0).to(out.dtype)
+        far = score_selected(query, self.keys, self.selection, 1.0).to(out.dtype)
         columns = self.selection.columns(query.shape[1], self.num_tokens - first) + first
         out.scatter_(-1, columns.expand_as(far), far)
         out = out[..., :-1]

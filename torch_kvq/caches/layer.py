@@ -232,7 +232,11 @@ class CompressedLayer(CacheLayerMixin):
         sinks, tokens = self.num_sinks, self.exact.length - self.num_sinks - self.settings.window_len - spare
         stop = sinks + tokens
         self.keys_store.append(keys[:, :, sinks:stop])
-        self.values_store.append(values[:, :, sinks:stop])
+        try:
+            self.values_store.append(values[:, :, sinks:stop])
+        except RuntimeError:  # no memory: the tokens stay exact, and this can be tried again
+            self.keys_store.drop_last(tokens)
+            raise
         del keys, values
         self.exact.drop(sinks, stop, self.settings.exact_len)
         self.stats.compress_calls += 1

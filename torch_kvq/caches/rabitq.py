@@ -27,8 +27,8 @@ class RaBitQSparseCache(CompressedCache):
         flush_len: tokens indexed at a time, default 16.
         min_dense_len: a context shorter than this is not indexed, and attended as it is; default 1,024.
         store: where older keys and values are. exact (default): as they came, on the device. isoquant: packed, with the signs
-            of the packed keys as the index. host: as they came, in host memory (page-locked for a GPU), from where selected
-            ones are fetched.
+            of the packed keys as the index. host: as they came, in host memory, page-locked for a GPU, whose kernels fetch
+            selected ones from there; the device holds the index, sinks and window.
         selection: group (default), the query heads of a kv head share the union of what they select, or head, each its own.
         max_selected: tokens selected at most, none by default; those with the largest shares stay.
         refine: select from the signs with a margin, then cut by the scores of the keys themselves. Default: for packed keys.
@@ -37,7 +37,8 @@ class RaBitQSparseCache(CompressedCache):
         k_bits, v_bits: of ``store="isoquant"``, 2, 3 (default) or 4.
         rotation: of keys, hadamard2 (default) or another of ``codecs/rotation.py``.
         balance: balance the key channels, learnt from the first keys and queries (default).
-        center: subtract the mean key and the mean query of each kv head (default).
+        center: subtract the mean key and the mean query of each kv head (default). Later keys that are off the mean key by
+            half their spread or more get one of their own, up to eight times (``drift.py``); packed keys do not.
         seed: of the rotation.
         prefill, defer_limit: as of ``IsoQuantCache``.
 

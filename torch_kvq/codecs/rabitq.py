@@ -39,11 +39,15 @@ class RaBitQConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodedQuery:
-    """Queries as 4-bit codes: ``planes [B, Hq, M, 4, W]`` int32, ``terms [B, Hq, M, 4]`` float32 (``ops/schemas.py``)."""
+    """Queries as 4-bit codes: ``planes [B, Hq, M, 4, W]`` int32, ``terms [B, Hq, M, 4]`` float32 (``ops/schemas.py``).
+
+    ``later`` are the terms for each of the later centres of an index.
+    """
 
     planes: torch.Tensor
     terms: torch.Tensor
     scale: float
+    later: tuple[torch.Tensor, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class RaBitQIndex:
         factor: ``[B, H, C]`` float16, ``|y|^2 / sum |y_i|``.
         bias: ``[B, H, C]`` float16, ``query_centre . (k - centre)``, or empty.
         transform: query_centre, centre, balance ``[B, H, D]`` or empty, and the three tensors of a rotation.
+        later: first token and centre of those from there on that have a centre of their own, in ascending order.
     """
 
     head_dim: int
@@ -63,6 +68,7 @@ class RaBitQIndex:
     factor: torch.Tensor
     bias: torch.Tensor
     transform: tuple[torch.Tensor, ...]
+    later: tuple[tuple[int, torch.Tensor], ...] = ()
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All of them."""
@@ -96,21 +102,37 @@ class RaBitQIndex:
         return index
 
     def write(self, keys: torch.Tensor, start: int, signs: bool = True) -> None:
-        """Indexes ``keys [B, H, N, D]`` as tokens ``start .. start + N``; without ``signs`` their plane is left as it is."""
+        """Indexes ``keys [B, H, N, D]`` as tokens ``start .. start + N``; without ``signs`` their plane is left as it is.
+
+        All of them take the centre of the first.
+        """
         sign = self.sign if signs else self.sign.new_empty(0)
-        ops.index_keys(keys, *self.transform, start, sign, self.factor, self.bias)
+        query_centre, centre, *rest = self.transform
+        centre = next((each for first, each in reversed(self.later) if first <= start), centre)
+        ops.index_keys(keys, query_centre, centre, *rest, start, sign, self.factor, self.bias)
 
     def code(self, query: torch.Tensor, scale: float) -> CodedQuery:
         """Codes ``query [B, G * H, M, D]``, whose logits are ``scale * q . k``."""
         planes = query.new_empty((*query.shape[:3], QUERY_BITS, num_words(self.head_dim)), dtype=torch.int32)
         terms = query.new_empty((*query.shape[:3], QUERY_BITS), dtype=torch.float32)
         ops.quantise_query(query, *self.transform, scale, planes, terms)
-        return CodedQuery(planes, terms, scale)
+        return CodedQuery(planes, terms, scale, tuple(self._terms_of(centre, query, terms, scale) for _, centre in self.later))
+
+    @staticmethod
+    def _terms_of(centre: torch.Tensor, query: torch.Tensor, terms: torch.Tensor, scale: float) -> torch.Tensor:
+        """``terms`` with the logit of another centre."""
+        grouped = query.float().unflatten(1, (centre.shape[1], -1))
+        logits = scale * (grouped * centre[:, :, None, None]).sum(-1, keepdim=True)
+        return torch.cat([terms[..., :-1], logits.flatten(1, 2)], -1)
 
     def scores(self, query: CodedQuery, start: int, stop: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Estimated logits of tokens ``start .. stop``, ``[B, Hq, M, stop - start]`` float32 or float16."""
         out = query.terms.new_empty((*query.terms.shape[:3], stop - start), dtype=dtype)
-        ops.sign_scores(query.planes, query.terms, self.sign, self.factor, self.bias, self.head_dim, query.scale, start, out)
+        edges = [start, *(min(max(first, start), stop) for first, _ in self.later), stop]
+        for terms, first, last in zip((query.terms, *query.later), edges, edges[1:]):
+            if first < last:
+                part, index = out[..., first - start : last - start], (self.sign, self.factor, self.bias)
+                ops.sign_scores(query.planes, terms, *index, self.head_dim, query.scale, first, part)
         return out
 
 

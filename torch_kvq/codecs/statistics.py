@@ -4,13 +4,14 @@ import torch
 
 _PRIOR_TOKENS = 4.0
 _FLOOR = 1e-6
+_MOST_TOKENS = 4096  # of a longer prompt evenly spread tokens are taken, at least half as many
 
 
 def masked_mean(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """Mean over tokens of ``x [B, H, N, D]`` where ``valid [B, N]`` (all if ``None``): ``[B, H, D]`` float32, 0 if none."""
-    x = x.float()
     if valid is None:
-        return x.mean(-2)
+        return x.mean(-2, dtype=torch.float32)
+    x = x.float()
     weight = valid[:, None, :, None].float()
     return (x * weight).sum(-2) / weight.sum(-2).clamp_min(1)
 
@@ -20,10 +21,16 @@ def second_moment(x: torch.Tensor, centre: torch.Tensor | None, valid: torch.Ten
 
     It is drawn towards the mean of the channels with the weight of four tokens, so that very few tokens stay harmless.
     """
+    x = _sampled(x) if valid is None else x
     x = x.float() if centre is None else x.float() - centre.unsqueeze(-2)
     moment = masked_mean(x.square(), valid)
     count = x.shape[-2] if valid is None else valid.sum(-1).float()[:, None, None]
     return (moment * count + moment.mean(-1, keepdim=True) * _PRIOR_TOKENS) / (count + _PRIOR_TOKENS)
+
+
+def _sampled(x: torch.Tensor) -> torch.Tensor:
+    """Tokens of ``x [B, H, N, D]``, all or every few: enough, without copies of all in float32."""
+    return x[:, :, :: max(1, -(-x.shape[2] // _MOST_TOKENS))]
 
 
 def channel_balance(key_moment: torch.Tensor, query_moment: torch.Tensor | None) -> torch.Tensor:
@@ -63,7 +70,8 @@ class QueryMoments:
         """Adds ``queries [B, G * H, M, D]``, of which token ``m`` of a sequence counts where ``valid [B, M]``."""
         if self.tokens >= self.enough_tokens:
             return
-        grouped = queries.detach().float().unflatten(1, (heads, -1))
+        queries = queries.detach() if valid is not None else _sampled(queries.detach())
+        grouped = queries.float().unflatten(1, (heads, -1))
         first, square = grouped.mean(2), grouped.square().mean(2)  # [B, H, M, D]
         if valid is None:
             first, total, tokens = first.sum(-2), square.sum(-2), square.shape[-2]
