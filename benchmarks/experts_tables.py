@@ -29,7 +29,7 @@ def _speed(result: dict) -> str:
         "experts, MB a token": (("bytes_read",), lambda row: _a_token(row, "bytes_read")),
         "disk, MB a token": (("load_s", "disk_bytes"), lambda row: _a_token(row, "disk_bytes")),
         "stall, ms a token": (("stall_s",), lambda row: three_digits(1e3 * row["stall_s"])),
-        "CPU, ms a token": (("cpu_s",), lambda row: three_digits(1e3 * row["cpu_s"])),
+        "CPU, ms a token": (("cpu_s",), _cpu_time),
         "slots, GB": (("slot_bytes",), lambda row: three_digits(row["slot_bytes"] / 1e9)),
         "memory, GB": (("decode_anonymous",), lambda row: three_digits(row["decode_anonymous"] / 1e9)),
     }
@@ -39,6 +39,12 @@ def _speed(result: dict) -> str:
     for mode, row in rows.items():
         lines.append([_title(mode), *(cell(row) if set(needs) <= set(row) else "" for needs, cell in had.values())])
     return table(["", *had], lines)
+
+
+def _cpu_time(row: dict) -> str:
+    """Of the median round, with the lowest and the highest of several."""
+    text, rounds = three_digits(1e3 * row["cpu_s"]), row.get("cpu_rounds", [])
+    return text + (f" ({three_digits(1e3 * min(rounds))} - {three_digits(1e3 * max(rounds))})" if len(rounds) > 1 else "")
 
 
 def _a_token(row: dict, field: str) -> str:

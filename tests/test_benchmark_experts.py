@@ -62,3 +62,10 @@ def test_what_is_written_names_its_conditions(numbers, monkeypatch, tmp_path, ca
     header, _, *lines = experts_tables.views(written)["speed"].splitlines()
     assert len(lines) == len(numbers["results"]) and "disk" not in header and "hits" in header
     assert lines[1].startswith("| 50% of experts in memory ") and "50% of experts in memory recall 1.0" in lines[2]
+
+
+def test_of_several_rounds_the_median_counts():
+    sides = [iter([5.0, 1.0, 9.0]), iter([2.0, 8.0, 4.0])]
+    first, second = experts.in_rounds(3, *(lambda side=side: dict(cpu_s=next(side)) for side in sides))
+    assert (first["cpu_s"], second["cpu_s"]) == (5.0, 4.0)
+    assert first["cpu_rounds"] == [5.0, 1.0, 9.0] and second["cpu_rounds"] == [2.0, 8.0, 4.0]
