@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from .families import check_module, expert_tensors, implementation
-from .paged import GatheredParameter, PagedParameter
+from .paged import GatheredParameter, GroupedParameter, PagedParameter
 from .pool import ExpertPool
 from .store import StoredWeights
 from .waves import Remap, Routing, make_waves, run_waves, weighted_sum
@@ -185,7 +185,10 @@ class ExpertOffloadHook(ModelHook):
 
     def _from_slots(self, module, hidden_states, slots, weights) -> torch.Tensor:
         """The module's own computation on the slots, as if they were its experts."""
-        self._stand_in(module, self.pool.slots.of(self.layer))
+        tensors = self.pool.slots.of(self.layer)
+        if self.device.type == "cpu" and implementation(module) == "grouped_mm":
+            tensors = {name: GroupedParameter(rows) if rows.ndim == 3 else rows for name, rows in tensors.items()}
+        self._stand_in(module, tensors)
         vars(module)["num_experts"] = self.pool.num_rows
         return self._experts(hidden_states, slots, weights)
 

@@ -33,3 +33,35 @@ class GatheredParameter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._full, name)
+
+
+class GroupedParameter:
+    """For ``grouped_mm`` on a CPU, which goes through all slots of ``[num_rows, out, in]``: here only those that have rows
+    are multiplied, each by the product that it would be there."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self._slots = slots
+
+    def transpose(self, first: int, second: int) -> "GroupedParameter":
+        return GroupedParameter(self._slots.transpose(first, second))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._slots, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if value is not None}
+        if func in _GROUPED_MM and len(args) == 2 and kwargs.keys() == {"offs"} and isinstance(args[1], cls):
+            return args[1]._multiplied(args[0], kwargs["offs"].tolist())
+        return func(*(arg._slots if isinstance(arg, cls) else arg for arg in args), **kwargs)
+
+    def _multiplied(self, rows: torch.Tensor, stops: list[int]) -> torch.Tensor:
+        out, start = rows.new_empty(len(rows), self._slots.shape[-1]), 0
+        for slot, stop in enumerate(stops):
+            if stop > start:
+                torch.mm(rows[start:stop], self._slots[slot], out=out[start:stop])
+            start = stop
+        return out
+
+
+_GROUPED_MM = {torch._grouped_mm, torch.nn.functional.grouped_mm}
