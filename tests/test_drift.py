@@ -10,6 +10,7 @@ from test_sparse_cache import sparse
 
 from torch_kvq import sparse_store
 from torch_kvq.attention.compose import attend_exact
+from torch_kvq.attention.select import select_tokens
 from torch_kvq.codecs.rabitq import RaBitQConfig, RaBitQIndex
 from torch_kvq.drift import DRIFT, LOOK_LEN, MAX_CENTRES
 from torch_kvq.sparse_store import IndexedKeys, RowStore
@@ -165,6 +166,56 @@ def test_attention_goes_on_around_another_centre(store):
         assert cache.layers[0].keys_store._later
         errors.append((pieces.attend(query, None, DIM**-0.5)[0] - wanted).norm() / wanted.norm())
     assert errors[0] < 1e-5 < errors[1] < 0.3 and cache.stats.kept_mass > 0.9
+
+
+def test_selections_are_those_of_the_scores_around_every_centre():
+    keys, config = stream(3.0), tiny_models.build("llama", "sdpa", head_dim=DIM).config
+    cache, query = sparse(config, top_p=0.9), torch.randn(1, 4, 1, DIM)
+    for part in keys.split(500, 2):
+        cache.update(part, part, 0)
+    pieces = cache.layers[0].pieces()
+    assert pieces.index.later
+    lse = torch.zeros(1, 4, 1)
+    scores = scores_of(pieces.index, query, pieces.length)
+    wanted = select_tokens(scores, lse, 0.9, 2, None)
+    found = pieces._select(query, None, 0.5, 0.0, lse)
+    assert torch.equal(found.count, wanted.count)
+    for head, count in enumerate(found.count[0]):
+        assert torch.equal(found.indices[0, head, :count], wanted.indices[0, head, :count])
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("injected")
+
+
+@pytest.mark.parametrize("what", ["look", "write", "reserve"])
+def test_without_memory_nothing_is_lost(what, monkeypatch):
+    """To look, to index again around another centre, to grow: the first two are done without, the last says so."""
+    keys, queries = stream(3.0), torch.randn(1, 4, 1, DIM)
+    index = indexed(keys[:, :, : FIRST + LOOK_LEN + BLOCK])
+    before, length, centres = scores_of(index.index(), queries, index.length), index.length, len(index._later)
+    part, rest = keys[:, :, length : length + BLOCK], keys[:, :, length + BLOCK :]
+    if what == "reserve":
+        monkeypatch.setattr(index, "reserve", no_memory)
+        with pytest.raises(RuntimeError, match="injected"):
+            index.append(part)
+        assert index.length == index.store.length == length
+        assert torch.equal(scores_of(index.index(), queries, length), before)
+    elif what == "write":
+        monkeypatch.setattr(index._watch, "moved", lambda: (START, keys[:, :, START:length].mean(2)))
+        monkeypatch.setattr(index.store, "decode", no_memory)
+        index.append(part)
+        assert len(index._later) == centres
+        assert torch.equal(scores_of(index.index(), queries, length), before)
+    else:
+        monkeypatch.setattr(index._watch, "is_due", lambda length: True)
+        monkeypatch.setattr(index._watch, "look", no_memory)
+        index.append(part)
+    monkeypatch.undo()
+    for more in (part, rest) if what == "reserve" else (rest,):
+        index.append(more)
+    assert index.length == index.store.length == keys.shape[2]
+    assert torch.equal(index.store.tensors()[0][:, :, : index.length], keys)
 
 
 @pytest.mark.gpu

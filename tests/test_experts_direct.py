@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -368,3 +370,51 @@ def test_threads_end_with_their_loader():
         for thread in threads:
             thread.join(10)
             assert not thread.is_alive()
+
+
+LEAVES_READS_BEHIND = """
+import sys, torch
+from safetensors.torch import save_file
+from torch_kvq.experts.files import READERS
+from torch_kvq.experts.loader import HostLoader
+from torch_kvq.experts.store import HostStore
+class Files(HostStore):
+    def read(self, layer, expert, into):
+        file = READERS[sys.argv[1]](sys.argv[2])
+        for _ in range(40):
+            file.read(0, torch.empty(1 << 20, dtype=torch.uint8))
+        return 1 << 20
+loader = HostLoader(Files({"a": {"w": torch.zeros(8, 1)}}), 3)
+loader.start("a", [(expert, {"w": torch.empty(1)}) for expert in range(8)])
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("io", ["pread", "mmap"])
+def test_a_process_ends_while_experts_are_read(io, tmp_path):
+    (tmp_path / "weights").write_bytes(bytes(1 << 20))
+    command = [sys.executable, "-c", LEAVES_READS_BEHIND, io, str(tmp_path / "weights")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+
+
+def test_what_nobody_has_begun_is_left_out_at_the_end():
+    store = Slow()
+    loader = HostLoader(store, 1)
+    loader.start("a", places(3))
+    while 0 not in store.readers:
+        time.sleep(0.001)
+    threading.Timer(0.02, store.gate.set).start()
+    loader.abandon()
+    assert list(store.readers) == [0]
+
+
+def test_a_forked_process_reads_into_memory_of_its_own(file):
+    file.read(5, arena(100))  # the buffer of this thread
+    buffer = file._own.bytes
+    before, child = bytes(buffer[:8]), os.fork()
+    if child == 0:
+        buffer[:8] = 255 - buffer[:8]
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert bytes(buffer[:8]) == before

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import mmap
+import os
 import sys
 
 import torch
@@ -24,10 +25,15 @@ class HostMemory:
         RuntimeError: the memory was refused.
     """
 
-    __slots__ = "device", "bytes_on_host", "_address"  # no __dict__, so that bytes are counted on the device's side alone
+    __slots__ = (
+        "device",
+        "bytes_on_host",
+        "_address",
+        "_process",
+    )  # no __dict__, so that bytes are counted on the device's side alone
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.device, self._address = device, 0
+        self.device, self._address, self._process = device, 0, os.getpid()
         self.bytes_on_host = pages(num_bytes)
         address, whole = self.bytes_on_host.data_ptr(), -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with torch.cuda.device(device):
@@ -52,7 +58,7 @@ class HostMemory:
         return torch.as_tensor(self, device=self.device).view(dtype).view(shape)
 
     def __del__(self) -> None:
-        if self._address and not sys.is_finalizing():
+        if self._address and self._process == os.getpid() and not sys.is_finalizing():  # not in a forked child
             torch.cuda.synchronize(self.device)
             torch.cuda.cudart().cudaHostUnregister(self._address)
 

@@ -77,6 +77,10 @@ class RowStore(TokenBuffers):
             self.rows[:, :, place] = x
         self.length = place.stop
 
+    def drop_last(self, tokens: int) -> None:
+        self._side.wait()  # what is dropped may be on its way
+        super().drop_last(tokens)
+
     def _copy_beside(self, x: torch.Tensor, place: slice) -> None:
         """Head by head: only what lies in one piece is copied without the processor."""
         there = self._memory.on_host(self.rows.shape, self.dtype)
@@ -158,6 +162,19 @@ class IndexedKeys(TokenBuffers):
         """Stores ``x [B, H, N, D]`` behind the last token and indexes it; a prompt beside what the model does meanwhile."""
         self._follow_drift()
         self.store.append(x)
+        try:
+            self._index_last(x)
+        except RuntimeError:  # no memory: the tokens are not stored
+            self.store.drop_last(x.shape[2])
+            raise
+        first, self.length = self.length, self.store.length
+        try:
+            self._watch_drift(x, first)
+        except RuntimeError:  # no memory to look: the centre stays
+            self._watch.forget(self.length)
+            self._watch.seen = self.length
+
+    def _index_last(self, x: torch.Tensor) -> None:
         self.reserve(self.store.length)
         self._index = None  # the store may have replaced its sign plane
         index = self._tensors_of_index()
@@ -166,8 +183,6 @@ class IndexedKeys(TokenBuffers):
             self._side.wait()
         with self._side.work((x, *index.tensors())) if beside else contextlib.nullcontext():
             index.write(x, self.length, signs=not self.is_packed)
-        first, self.length = self.length, self.store.length
-        self._watch_drift(x, first)
 
     def _watch_drift(self, x: torch.Tensor, first: int) -> None:
         """Looks at ``x``, tokens from ``first`` on that are indexed now, or at all since the last look if ``x`` is a few."""
@@ -189,10 +204,15 @@ class IndexedKeys(TokenBuffers):
             return
         first, centre = moved
         self.changed()
-        for name in self.token_tensors(1, 1, 0):  # snapshots keep the index they know
-            setattr(self, name, self.own(getattr(self, name).clone()))
-        self._later.append((first, normal(centre)))
-        self._tensors_of_index().write(self.store.decode(first, self.length, self.store.dtype), first)
+        names = self.token_tensors(1, 1, 0)
+        before = {"_later": [*self._later], **{name: getattr(self, name) for name in names}}
+        try:
+            for name in names:  # snapshots keep the index they know
+                setattr(self, name, self.own(before[name].clone()))
+            self._later.append((first, normal(centre)))
+            self._tensors_of_index().write(self.store.decode(first, self.length, self.store.dtype), first)
+        except RuntimeError:  # no memory: the index stays as it was
+            self.__dict__.update(before, _index=None)
 
     def decode(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Keys ``start .. stop``, ``[B, H, N, D]``."""

@@ -69,7 +69,11 @@ def select_estimated(
     num_selections: int,
     max_selected: int | None = None,
 ) -> Selection:
-    """``select_tokens`` of the first ``length`` tokens by ``index.scores``, none of them hidden, in one operator."""
+    """``select_tokens`` of the first ``length`` tokens by ``index.scores``, none of them hidden, in one operator.
+
+    Args:
+        index, query: without later centres.
+    """
     dtype = torch.float32 if exact_lse.is_cpu else torch.float16
     scores = exact_lse.new_empty((*exact_lse.shape, length), dtype=dtype)
     selection = _room_for(scores, num_selections, max_selected)

@@ -49,7 +49,7 @@ class SparsePieces(Pieces):
         if len(tensors) > 1:
             return self.decoded(role, False, start, stop)
         rows = tensors[0][:, :, start:stop]
-        return rows.clone() if self.options.on_host else rows  # read once over the bus, whatever reads it then
+        return rows.clone() if self.options.on_host and rows.is_cuda else rows  # read once over the bus, whatever reads it then
 
     def _chunks(self) -> list[slice]:
         """The whole body where it is dense on the device, else parts of it, one of which is dense there at a time."""
@@ -141,7 +141,7 @@ class SparsePieces(Pieces):
         num_selections = query.shape[1] if options.per_head else self.exact_keys.shape[1]
         first_p, last_p = refined_shares(options.top_p) if options.refine else (options.top_p, 0.0)
         room = None if options.refine else options.max_selected
-        if mask is None and not softcap and not options.widening:
+        if mask is None and not softcap and not options.widening and not coded.later:
             selection = select_estimated(self.index, coded, self.length, near_lse, first_p, num_selections, room)
         else:
             scores = self._estimates(coded, query, scale, softcap)

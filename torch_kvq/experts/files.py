@@ -139,8 +139,13 @@ class DirectFile(WeightFile):
         """At least ``size`` bytes from a page's beginning on, of this thread."""
         buffer = getattr(self._own, "bytes", None)
         if buffer is None or len(buffer) < size:
-            buffer = self._own.bytes = numpy.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=numpy.uint8)
+            buffer = self._own.bytes = numpy.frombuffer(private_memory(max(size, PAGE)), dtype=numpy.uint8)
         return buffer
+
+
+def private_memory(size: int) -> mmap.mmap:
+    """Zeroed whole pages that a forked process has a copy of its own of."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def whole_pages(place: numpy.ndarray, offset: int) -> tuple[int, int]:

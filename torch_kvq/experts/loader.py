@@ -1,5 +1,7 @@
 """How experts come out of a store into slots in host memory."""
 
+import atexit
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -70,6 +72,10 @@ class SharedLoad(Load):
             except BaseException as error:  # for the one who waits
                 self._done.put(error)
 
+    def abandon(self) -> None:
+        """Nothing more is begun; nobody may wait for it any more."""
+        self._todo.clear()
+
     def wait(self) -> int:
         self.work()
         results = [self._done.get() for _ in range(self._count)]
@@ -88,19 +94,28 @@ class HostLoader(Loader):
     def __init__(self, store: ExpertStore, threads: int) -> None:
         super().__init__(store, torch.device("cpu"))
         self._loads: SimpleQueue[SharedLoad | None] = SimpleQueue()
+        self._begun: weakref.WeakSet[SharedLoad] = weakref.WeakSet()
         self._threads = [
             Thread(target=work_on, args=(self._loads,), name=f"kvq-experts-{index}", daemon=True) for index in range(threads)
         ]
         for thread in self._threads:
             thread.start()
+        _OPEN.add(self)
 
     def start(self, layer: str, places: Places) -> Load:
         if not self._threads:
             return DoneLoad(sum(self.store.read(layer, expert, into) for expert, into in places))
         load = SharedLoad(partial(self.store.read, layer), places)
+        self._begun.add(load)
         for _ in self._threads[: len(places)]:
             self._loads.put(load)
         return load
+
+    def abandon(self) -> None:
+        """As ``close``, but what nobody has begun to read is left out."""
+        for load in list(self._begun):
+            load.abandon()
+        self.close()
 
     def close(self) -> None:
         threads = self._dismiss()
@@ -115,6 +130,16 @@ class HostLoader(Loader):
 
     def __del__(self) -> None:
         self._dismiss()  # without waiting: this may run in any thread
+
+
+_OPEN: weakref.WeakSet[HostLoader] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that reads while the interpreter goes away would abort the process."""
+    for loader in list(_OPEN):
+        loader.abandon()
 
 
 def work_on(loads: SimpleQueue) -> None:

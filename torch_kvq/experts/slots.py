@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from .files import PAGE
+from .files import PAGE, private_memory
 from .spec import ExpertSpec
 
 Residues = Mapping[str, int]  # by parameter name: an address modulo PAGE
@@ -41,7 +41,7 @@ class Slots:
         """Views ``[num_rows, *shape]`` by layer, whose rows begin at addresses of the layer's residue."""
         stride = distance(math.prod(shape) * dtype.itemsize, residues.values())
         size = max(residues.values()) + self.num_rows * stride
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = private_memory(size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes += size
