@@ -26,16 +26,11 @@ struct Parts {
   }
 };
 
-__device__ __forceinline__ float warp_max(float x) {  // not of NaN
+__device__ __forceinline__ float largest_of_warp(float x) {  // not of NaN
   int ordered = __float_as_int(x);
   ordered = __reduce_max_sync(~0u, ordered ^ (ordered >> 31 & 0x7fffffff));
   return __int_as_float(ordered ^ (ordered >> 31 & 0x7fffffff));
 }
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
-  return x;
-}
-
 // What of a row's end does not depend on the parts, loaded while they are still being made, and that end itself, by one
 // warp: lane l holds dims N l .. N l + N - 1, or l, l + 32, .. where the rotation needs shared memory.
 template <class T, int VDIM>
@@ -145,7 +140,7 @@ __global__ void __launch_bounds__(NUM_THREADS)
       ahead[i] = *(const float4 *)(sums + (int64_t)(lane + i * LANES) * rows * VDIM);
   float most = fmaxf(sink, fmaxf(mine[0].x, mine[1].x));
   for (int p = in_warp + 32 * EACH; p < count; p += 32) most = fmaxf(most, state[p * rows].x);
-  most = warp_max(most);
+  most = largest_of_warp(most);
   float all = 0, packed = 0, *weight = weights + t / 32 * count;
   auto weigh = [&](int p, float2 s) {
     float w = fast_exp2(s.x - most);

@@ -20,7 +20,7 @@ struct DecodeShape {
   // Shared memory in bytes: tiles (sums of the warps afterwards; exact tokens in CTAs that have no others), the
   // queries, exact tokens.
   static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
-  static constexpr int EXACT_WARP = 2 * EXACT_STEP * (DIM + 8 + VDIM + 8), ALL_EXACT = WARPS * EXACT_WARP;
+  static constexpr int EXACT_WARP = ExactWarp<__half, DIM, VDIM>::BYTES, ALL_EXACT = WARPS * EXACT_WARP;
   static constexpr int QUERIES = larger(larger(TILES, MERGED), ALL_EXACT), EXACT = QUERIES + Queries<DIM>::BYTES;
   static constexpr int SHORT_SIZE = EXACT, SIZE = EXACT_APART ? EXACT : EXACT + ALL_EXACT;
 };

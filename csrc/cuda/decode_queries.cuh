@@ -4,20 +4,10 @@
 
 #include "decode_exact.cuh"
 #include "fixed_rotation.cuh"
+#include "rows.cuh"
 
 namespace kvq {
 namespace cuda {
-
-template <class T>
-__device__ __forceinline__ float to_float(T x);
-template <>
-__device__ __forceinline__ float to_float<__half>(__half x) {
-  return __half2float(x);
-}
-template <>
-__device__ __forceinline__ float to_float<__nv_bfloat16>(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
 
 template <class T>
 __device__ __forceinline__ T from_float(float x);
@@ -174,7 +164,7 @@ struct QueryRows {
     } else {
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        q[i] = valid && in_row(i, lane) ? to_float<T>(element[i]) : 0;
+        q[i] = valid && in_row(i, lane) ? float_of(element[i]) : 0;
         if (in_row(i, lane)) raw[dim_of(i, lane)] = valid ? element[i] : from_float<T>(0);
       }
     }

@@ -129,6 +129,7 @@ __global__ void __launch_bounds__(ANY_THREADS, 2)
   __shared__ float key_values[1 << MAX_BITS];
   const Attention &a = s.attention;
   AnyBlock block(s, (float *)memory);
+  wait_for_kernels_ahead(), let_next_kernel_begin();
   int item = blockIdx.x, at = blockIdx.y * WARP, count = w.count_of(item);
   ItemPlace place(w, item);
   bool some = at < count;

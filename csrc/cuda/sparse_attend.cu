@@ -72,14 +72,8 @@ Work work_of(const Selected &s, int num_multiprocessors, char *scratch, int64_t 
 
 int any_bytes(const Attention &a) { return 4 * AnyShape(a.dim, a.value_dim).floats(); }
 
-template <class Kernel>
-void allow(Kernel kernel, int bytes) {
-  if (bytes > 48 << 10) cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
 template <class Worker>
 void gather_by(const Selected &s, const Work &w, cudaStream_t stream) {
-  allow(attend_gathered<Worker>, Worker::S::BYTES);
   launch_behind(attend_gathered<Worker>, dim3(w.parts), GATHER_WARPS * WARP, Worker::S::BYTES, stream, s, w);
 }
 
@@ -114,7 +108,6 @@ void launch_attend_selected(const Selected &s, int num_multiprocessors, void *sc
   if (gathers_packed(s)) {
     gather_by<PackedWarp<3, 128>>(s, w, stream);
   } else if (!gathers(s)) {
-    allow(attend_any, any_bytes(s.attention));
     launch_behind(attend_any, dim3(w.parts), ANY_THREADS, any_bytes(s.attention), stream, s, w);
   } else if (s.attention.q.dtype == FLOAT16) {
     gather<__half>(s, w, stream);
@@ -128,9 +121,8 @@ void launch_qk_selected(const Selected &s, cudaStream_t stream) {
   int64_t bytes;
   Work w = work_of(s, 1, nullptr, bytes);
   if (!w.items || !s.selection.capacity) return;
-  allow(score_any, any_bytes(s.attention));
   dim3 grid((unsigned)w.items, (unsigned)ceil_div(s.selection.capacity, WARP));
-  score_any<<<grid, ANY_THREADS, any_bytes(s.attention), stream>>>(s, w);
+  launch_behind(score_any, grid, ANY_THREADS, any_bytes(s.attention), stream, s, w);
 }
 
 }  // namespace cuda

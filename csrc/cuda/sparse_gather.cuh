@@ -139,15 +139,15 @@ struct GatherWarp {
     if (row < w.rows) q += place.head(a, w, row) * a.q.stride[1] + place.query(a, row) * a.q.stride[2];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      query[i].x = row < w.rows ? __ldg((const uint32_t *)q + 8 * i + (lane & 3)) : 0;
-      query[i].y = row < w.rows ? __ldg((const uint32_t *)q + 8 * i + 4 + (lane & 3)) : 0;
+      query[i].x = row < w.rows ? *((const uint32_t *)q + 8 * i + (lane & 3)) : 0;
+      query[i].y = row < w.rows ? *((const uint32_t *)q + 8 * i + 4 + (lane & 3)) : 0;
     }
   }
 
   // The token at place `at` + lane % 16 of the selection, -1 behind its end.
   __device__ __forceinline__ int token_at(int at) const {
     at += lane % GATHER_STEP;
-    return at < count ? (int)min((uint32_t)__ldg(indices + at), (uint32_t)(s.tokens - 1)) : -1;
+    return at < count ? (int)min((uint32_t)*(indices + at), (uint32_t)(s.tokens - 1)) : -1;
   }
 
   // Starts the copies of 16 tokens, lane i knows the one at i % 16; those that are missing have zeros for values.

@@ -31,7 +31,7 @@ struct Piece {
   template <class Unit>
   __device__ __forceinline__ void load_units(const Score *from) {
 #pragma unroll
-    for (int i = 0; i < (int)(sizeof(x) / sizeof(Unit)); i++) ((Unit *)x)[i] = __ldg((const Unit *)from + i);
+    for (int i = 0; i < (int)(sizeof(x) / sizeof(Unit)); i++) ((Unit *)x)[i] = *((const Unit *)from + i);
   }
   __device__ __forceinline__ void load(const Score *from, int count) {
     int offset = (int)((uintptr_t)from % 16);

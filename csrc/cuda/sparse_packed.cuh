@@ -78,11 +78,11 @@ struct PackedWarp {
   }
 
   __device__ __forceinline__ int first_token() const {
-    return (int)min((uint32_t)__ldg(indices), (uint32_t)(s.tokens - 1));
+    return (int)min((uint32_t)*(indices), (uint32_t)(s.tokens - 1));
   }
   __device__ __forceinline__ int token_at(int at) const {
     at += lane % GATHER_STEP;
-    return at < count ? (int)min((uint32_t)__ldg(indices + at), (uint32_t)(s.tokens - 1)) : -1;
+    return at < count ? (int)min((uint32_t)*(indices + at), (uint32_t)(s.tokens - 1)) : -1;
   }
 
   // Starts copies of a store's words of 16 tokens: signs [token, W], then magnitudes [token, planes, W]; missing ones

@@ -15,7 +15,7 @@ constexpr int STEP_WORDS = 4, ANY_CTAS = 4;
 // Eight halves from x on, of which `count` are there, two a word.
 __device__ __forceinline__ void load_halves(uint32_t (&to)[4], const uint16_t *x, int count) {
   if (count >= 8 && (uintptr_t)x % 16 == 0) {
-    uint4 all = __ldg((const uint4 *)x);
+    uint4 all = *((const uint4 *)x);
     to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
     return;
   }
@@ -31,8 +31,8 @@ __device__ __forceinline__ uint32_t plane_word(const SignScan &s, const ScanPlac
   if (row >= s.group * s.queries || word * WORD_BITS >= s.dim) return 0;
   const QueryCode &c = s.code;
   int head = row / (int)s.queries, m = row - head * (int)s.queries;
-  return __ldg(c.planes + at.b * c.plane_stride[0] + (at.h * s.group + head) * c.plane_stride[1] +
-               m * c.plane_stride[2] + plane * c.plane_stride[3] + word);
+  return *(c.planes + at.b * c.plane_stride[0] + (at.h * s.group + head) * c.plane_stride[1] + m * c.plane_stride[2] +
+           plane * c.plane_stride[3] + word);
 }
 
 // Signs of tokens first + 2 i and the next of each g, then of the next two: fragments of two products.
@@ -43,8 +43,8 @@ __device__ __forceinline__ void load_signs(uint32_t (&a)[4], const SignScan &s, 
   for (int j = 0; j < 4; j++) {
     int token = at.first + first + 8 * (lane >> 2) + 2 * i + j;
     bool there = token < s.tokens && word * WORD_BITS < s.dim;
-    a[j] = there ? __ldg(x.sign + at.b * x.sign_stride[0] + at.h * x.sign_stride[1] +
-                         (s.start + token) * x.sign_stride[2] + word)
+    a[j] = there ? *(x.sign + at.b * x.sign_stride[0] + at.h * x.sign_stride[1] + (s.start + token) * x.sign_stride[2] +
+                     word)
                  : 0;
   }
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ void score_any_part(const SignScan &s, const ScanPlac
   int64_t hq = at.h * s.group + head;
   const float *terms =
       s.code.terms + at.b * s.code.term_stride[0] + hq * s.code.term_stride[1] + m * s.code.term_stride[2];
-  float delta = __ldg(terms), low = __ldg(terms + 1), total = __ldg(terms + 2), base = __ldg(terms + 3);
+  float delta = *(terms), low = *(terms + 1), total = *(terms + 2), base = *(terms + 3);
   KeptScores<Out> scores;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {

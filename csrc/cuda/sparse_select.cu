@@ -96,7 +96,6 @@ void launch_sign_top_p_select(const SignScan &s, const TopP &p, int num_multipro
   SelectPlan plan(p, num_multiprocessors, (char *)scratch, segments);
   ScanMassPlan scan(s, num_multiprocessors);
   scan.mass.masses = plan.scanned.masses, scan.mass.tops = plan.scanned.tops;
-  cudaFuncSetAttribute((const void *)scan_masses, cudaFuncAttributeMaxDynamicSharedMemorySize, ScanMassPlan::bytes());
   launch_behind(scan_masses, dim3(scan.grid()), SUM_THREADS, ScanMassPlan::bytes(), stream, s, scan);
   launch<__half, false>(p, plan, stream);
 }

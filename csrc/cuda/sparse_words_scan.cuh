@@ -81,14 +81,14 @@ struct ScanQueries {
       const uint32_t *from = code.planes + at.b * code.plane_stride[0] +
                              (at.h * s.group + head) * code.plane_stride[1] + m * code.plane_stride[2] +
                              (g & 1) * code.plane_stride[3] + c;
-      planes[0] = __ldg(from), planes[1] = __ldg(from + 2 * code.plane_stride[3]);
+      planes[0] = *(from), planes[1] = *(from + 2 * code.plane_stride[3]);
     }
     row = at.first_row + c, out = nullptr;
     bool used = row < rows;
     int own = used ? row / (int)s.queries : 0, m = used ? row - own * (int)s.queries : 0;
     int64_t head = at.h * s.group + own;
     const float *terms = code.terms + at.b * code.term_stride[0] + head * code.term_stride[1] + m * code.term_stride[2];
-    delta = __ldg(terms), low = __ldg(terms + 1), total = __ldg(terms + 2), base = __ldg(terms + 3);
+    delta = *(terms), low = *(terms + 1), total = *(terms + 2), base = *(terms + 3);
     if (used)
       out =
           (Out *)s.out.data + at.b * s.out.stride[0] + head * s.out.stride[1] + m * s.out.stride[2] + at.first + 8 * g;

@@ -26,7 +26,7 @@ struct Work {
   __device__ __forceinline__ int first_row(int item) const { return item % row_blocks * ITEM_ROWS; }
   __device__ __forceinline__ int count_of(int item) const {
     int head = head_of(item);
-    return __ldg(count + head / selections * count_stride + head % selections);
+    return *(count + head / selections * count_stride + head % selections);
   }
   __device__ __forceinline__ int tiles_of(int item) const {
     return (max(count_of(item), 0) + SPARSE_TILE - 1) / SPARSE_TILE;

@@ -74,7 +74,7 @@ SPARSE_SCHEMAS = (
     "attend_selected(Tensor q, Tensor[] keys, Tensor[] values, Tensor indices, Tensor count, Tensor? mask, float scale,"
     " float softcap, Tensor(a!) out, Tensor(b!) lse) -> ()",
     # Copies selected rows of x [B, H, C, D] to out [B, K, S, D] of the same dtype; rows from count on are not written. x may be
-    # in pinned host memory and all else on a GPU.
+    # in pinned host memory and all else on a GPU. For those who attend to gathered rows by other means; no cache here does.
     "gather_selected(Tensor x, Tensor indices, Tensor count, Tensor(a!) out) -> ()",
 )
 
