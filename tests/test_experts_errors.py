@@ -1,11 +1,16 @@
 """What offloading refuses: by name, and with the model left as it was."""
 
+import copy
+import gc
+import pickle
+
 import pytest
 import tiny_moe
 import torch
 
-from torch_kvq import offload_experts
+from torch_kvq import load_with_expert_offload, offload_experts
 from torch_kvq.experts.budget import make_slabs, parse_bytes, slots_for
+from torch_kvq.experts.file_store import FileStore
 
 pytestmark = pytest.mark.versions
 
@@ -30,6 +35,9 @@ def test_families_that_cannot_be_offloaded(name, reason):
         (dict(budget=3, pin={"model.layers.0.mlp.experts": [8]}), ValueError, "has experts 0 to 7"),
         (dict(budget=3, policy="fifo"), ValueError, "policy must be one of"),
         (dict(budget=3, predictor=lambda model: None), ValueError, "num_guesses must be at least 1"),
+        (dict(budget=3, num_guesses=-1), ValueError, "num_guesses must be an int of at least 0, got -1"),
+        (dict(budget=3, num_guesses=2.5), ValueError, "num_guesses must be an int of at least 0, got 2.5"),
+        (dict(budget=3, threads=None), ValueError, "threads must be an int of at least 0, got None"),
     ],
 )
 def test_arguments(options, error, message):
@@ -53,6 +61,57 @@ def test_twice():
     offload_experts(model, 3)
     with pytest.raises(ValueError, match="offloaded already"):
         offload_experts(model, 3)
+
+
+@pytest.mark.parametrize("io", ["pread", "mmap"])
+def test_a_copy_is_refused_and_leaves_the_original_as_it_is(io, tmp_path):
+    tiny_moe.build("qwen3_moe").save_pretrained(tmp_path)
+    model = load_with_expert_offload(tmp_path, 2, io=io)
+    with torch.no_grad():
+        wanted = model(tiny_moe.prompt()).logits
+        for copied in (copy.deepcopy, lambda model: copy.deepcopy(model.expert_offload), pickle.dumps):
+            with pytest.raises((TypeError, AttributeError), match="offloaded experts|pickle"):
+                copied(model)
+            gc.collect()
+            with open(tmp_path / "other", "w") as other:  # would get the number of a file that was closed
+                assert torch.equal(model(tiny_moe.prompt()).logits, wanted)
+                other.write("still open")
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_removal_that_cannot_read_can_be_tried_again(after, tmp_path, monkeypatch):
+    tiny_moe.build("qwen3_moe").save_pretrained(tmp_path)
+    model = load_with_expert_offload(tmp_path, 2)
+    handle, ids = model.expert_offload, tiny_moe.prompt()
+    with torch.no_grad():
+        wanted = model(ids).logits
+        whole, calls = FileStore.whole, []
+
+        def failing(self, *args):
+            calls.append(args)
+            if len(calls) == after + 1:
+                raise OSError("injected")
+            return whole(self, *args)
+
+        monkeypatch.setattr(FileStore, "whole", failing)
+        with pytest.raises(OSError, match="injected"):
+            handle.remove()
+        assert model.expert_offload is handle and torch.equal(model(ids).logits, wanted)
+        handle.remove()
+        assert torch.equal(model(ids).logits, wanted)
+
+
+def test_a_handle_is_removed_once():
+    model = tiny_moe.build("mixtral")
+    with torch.no_grad():
+        wanted = model(tiny_moe.prompt()).logits
+        first = offload_experts(model, 3)
+        first.remove()
+        second = offload_experts(model, 2)
+        with pytest.raises(RuntimeError, match="called once"):
+            first.remove()
+        assert model.expert_offload is second and torch.equal(model(tiny_moe.prompt()).logits, wanted)
+        second.remove()
 
 
 def test_moving_the_model():

@@ -182,3 +182,11 @@ def test_errors_of_the_index_and_of_the_selection():
         ops.top_p_select(scores, terms[..., 0], None, None, 0.5, indices[:, :1].expand(1, 4, 130), count)
     with pytest.raises(RuntimeError, match="out must have the dtype of x"):
         ops.gather_selected(index.keys, indices, count, torch.empty(1, 2, 130, 64, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("signs", [(1, 2, 0, 2), (0, 2, 128, 2), (0,)])
+def test_an_index_without_signs_is_not_scored(signs):
+    planes, terms = torch.zeros(1, 2, 1, 4, 2, dtype=torch.int32), torch.zeros(1, 2, 1, 4)
+    index = torch.zeros(signs, dtype=torch.int32), torch.zeros(1, 2, 128, dtype=torch.float16), torch.empty(0)
+    with pytest.raises(RuntimeError, match="sign must have"):
+        ops.sign_scores(planes, terms, *index, 64, 1.0, 0, torch.empty(1, 2, 1, 100))

@@ -39,11 +39,11 @@ QueryCode code_of(const Tensor &planes, const Tensor &terms, int64_t batch, int6
   return c;
 }
 
-// An index that holds tokens up to `tokens`.
+// An index that holds tokens up to `tokens`; `own_signs`: it may leave them to the store.
 SignIndex index_of(const Tensor &sign, const Tensor &factor, const Tensor &bias, int64_t batch, int64_t heads,
-                   int64_t tokens, int64_t dim) {
+                   int64_t tokens, int64_t dim, bool own_signs) {
   SignIndex s{};
-  if (sign.numel()) {
+  if (sign.numel() || !own_signs) {
     check_capacity("sign", sign, tokens);
     s.sign = (uint32_t *)ints_of("sign", sign, {batch, heads, -1, words_of(dim)}, s.sign_stride);
   }
@@ -110,7 +110,7 @@ Indexing index_keys_problem(const Tensor &x, const Tensor &query_centre, const T
   n.balance = head_vectors("balance", balance, n.batch, n.heads, dim);
   KVQ_CHECK(!n.query_centre.data || bias.numel() || !factor.numel(), "bias",
             "hold a value a token where there is a query_centre", text(bias));
-  n.index = index_of(sign, factor, bias, n.batch, n.heads, start + n.tokens, dim);
+  n.index = index_of(sign, factor, bias, n.batch, n.heads, start + n.tokens, dim, true);
   return n;
 }
 
@@ -127,7 +127,7 @@ SignScan sign_scores_problem(const Tensor &planes, const Tensor &terms, const Te
   s.dim = (int)head_dim, s.start = start, s.scale = (float)scale;
   check_start(start, s.tokens);
   s.code = code_of(planes, terms, s.batch, out.size(1), s.queries, head_dim);
-  s.index = index_of(sign, factor, bias, s.batch, s.heads, start + s.tokens, head_dim);
+  s.index = index_of(sign, factor, bias, s.batch, s.heads, start + s.tokens, head_dim, false);
   return s;
 }
 

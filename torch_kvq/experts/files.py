@@ -64,6 +64,11 @@ class WeightFile(ABC):
             if count:
                 views = [views[0][count:], *views[1:]]
 
+    def __reduce__(self):
+        raise TypeError(
+            f"{self.path} is open for offloaded experts, which cannot be copied or pickled: call handle.remove() before"
+        )
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

@@ -43,7 +43,7 @@ class OffloadHandle:
         """Undo :meth:`leave_device`, except where accelerate keeps the experts."""
         for name, module in self.modules.items():
             if isinstance(self.stores[name], PinnedStore) and not getattr(getattr(module, "_hf_hook", None), "offload", False):
-                self._bring_home(name, module, devices[name])
+                module._parameters.update(self._at_home(name, devices[name]))
 
     def attach(self) -> None:
         """Tell the model, transformers' ``save_pretrained`` and whoever would move the model."""
@@ -92,16 +92,23 @@ class OffloadHandle:
         A model whose experts were never loaded (``load_with_expert_offload``) gets them loaded, unless ``load`` is False: then
         they stay on the meta device and the model cannot run until experts are offloaded again or set. ``close`` ends the
         stores, too.
+
+        Raises:
+            RuntimeError: they were removed before.
+            OSError: experts could not be read; they stay offloaded, and this can be tried again.
         """
-        for name, module in self.modules.items():
-            hook = module._hf_hook
+        if not self.pools:
+            raise RuntimeError("handle.remove() must be called once, the experts were removed before")
+        hooks = {name: module._hf_hook for name, module in self.modules.items()}
+        loaded = {name: self._at_home(name, hook.device) for name, hook in hooks.items() if load and hook.inner is None}
+        for name, hook in hooks.items():
+            module = self.modules[name]
             remove_hook_from_module(module)
             if hasattr(hook.predictor, "close"):
                 hook.predictor.close()
             if hook.inner is not None:
                 add_hook_to_module(module, hook.inner)
-            elif load:
-                self._bring_home(name, module, hook.device)
+            module._parameters.update(loaded.pop(name, {}))
         for attribute in ("_apply", "expert_offload", "hf_device_map"):
             self.model.__dict__.pop(attribute, None)
         if self._device_map is not None:
@@ -112,11 +119,10 @@ class OffloadHandle:
                 store.close()
         self.pools.clear()
 
-    def _bring_home(self, name: str, module: nn.Module, device: torch.device) -> None:
-        store = self.stores[name]
-        for key in store.spec(name).names:
-            tensor = store.whole(name, key).to(device)
-            module._parameters[key] = nn.Parameter(tensor, requires_grad=self._trainable[name])
+    def _at_home(self, name: str, device: torch.device) -> dict[str, nn.Parameter]:
+        """All experts of a layer, as its module had them."""
+        store, trains = self.stores[name], self._trainable[name]
+        return {key: nn.Parameter(store.whole(name, key).to(device), requires_grad=trains) for key in store.spec(name).names}
 
 
 def refuse_move(*args, **kwargs):

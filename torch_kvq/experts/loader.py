@@ -91,6 +91,11 @@ class HostLoader(Loader):
     ``threads`` read besides the one that waits; with 0 everything is read before :meth:`start` returns.
     """
 
+    _threads: list[Thread] = []
+
+    def __reduce__(self):
+        raise TypeError("offloaded experts cannot be copied or pickled: call handle.remove() before")
+
     def __init__(self, store: ExpertStore, threads: int) -> None:
         super().__init__(store, torch.device("cpu"))
         self._loads: SimpleQueue[SharedLoad | None] = SimpleQueue()

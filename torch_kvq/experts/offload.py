@@ -64,6 +64,9 @@ def offload_experts(
     for name, module in modules.items():
         check_module(name, module)
         check_hook(name, module)
+    for argument, value in (("num_guesses", num_guesses), ("threads", threads)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{argument} must be an int of at least 0, got {value!r}")
     if predictor is not None and num_guesses < 1:
         raise ValueError(f"num_guesses must be at least 1 with a predictor, got {num_guesses}")
     devices = {name: execution_device(model, module) for name, module in modules.items()}
