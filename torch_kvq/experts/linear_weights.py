@@ -22,7 +22,7 @@ def check_torchao() -> None:
     """Raises ImportError with the remedy if torchao is missing."""
     if importlib.util.find_spec("torchao") is None:
         raise ImportError(
-            "the plan has linear layers, which torchao quantises, and it is not installed: pip install 'torch_kvq[weights]', "
+            "the plan has linear layers, which torchao quantises, and it is not installed: pip install '.[weights]', "
             "or apply the plan with roles=('routed',)"
         )
 
