@@ -101,6 +101,24 @@ def test_removal_that_cannot_read_can_be_tried_again(after, tmp_path, monkeypatc
         assert torch.equal(model(ids).logits, wanted)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_that_were_not_loaded_refuse_to_run(implementation):
+    model, ids = tiny_moe.build("qwen3_moe"), tiny_moe.prompt()
+    model.set_experts_implementation(implementation)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        handle = offload_experts(model, 3)
+        stores = handle.stores
+        handle.remove(load=False, close=False)
+        with pytest.raises(RuntimeError, match="model.layers.0.mlp.experts must have its experts loaded"):
+            model(ids)
+        again = offload_experts(model, 3, stores=stores)
+        assert torch.equal(model(ids).logits, wanted)
+        again.remove()
+        assert torch.equal(model(ids).logits, wanted)
+        assert not hasattr(model.model.layers[0].mlp.experts, "_hf_hook")
+
+
 def test_a_handle_is_removed_once():
     model = tiny_moe.build("mixtral")
     with torch.no_grad():

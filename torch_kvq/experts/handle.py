@@ -9,6 +9,7 @@ from torch import nn
 
 from .budget import Budget
 from .families import expert_tensors
+from .hook import MissingExpertsHook
 from .pinned_store import PinnedStore
 from .pool import ExpertPool
 from .stats import OffloadStats
@@ -108,6 +109,8 @@ class OffloadHandle:
                 hook.predictor.close()
             if hook.inner is not None:
                 add_hook_to_module(module, hook.inner)
+            elif not load:
+                add_hook_to_module(module, MissingExpertsHook(name))
             module._parameters.update(loaded.pop(name, {}))
         for attribute in ("_apply", "expert_offload", "hf_device_map"):
             self.model.__dict__.pop(attribute, None)

@@ -17,6 +17,20 @@ from .waves import Remap, Routing, make_waves, run_waves, weighted_sum
 Predictor = Callable[[str, torch.Tensor], Mapping[str, list[int]]]
 
 
+class MissingExpertsHook(ModelHook):
+    """Refuses calls of an experts module whose experts are nowhere: products with the meta device would give anything."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+
+    def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
+        if any(tensor.is_meta for tensor in expert_tensors(module).values()):
+            raise RuntimeError(
+                f"{self.layer} must have its experts loaded or offloaded to run: they were removed with load=False"
+            )
+        return args, kwargs
+
+
 class ExpertOffloadHook(ModelHook):
     """Makes one experts module read its experts from ``pool``; attach with accelerate's ``add_hook_to_module``.
 

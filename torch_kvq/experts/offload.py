@@ -10,7 +10,7 @@ from .budget import Budget, divide, make_slabs
 from .families import check_module, expert_tensors, find_experts
 from .folder import offloaded_store
 from .handle import OffloadHandle
-from .hook import ExpertOffloadHook, Predictor
+from .hook import ExpertOffloadHook, MissingExpertsHook, Predictor
 from .loader import HostLoader, Loader
 from .pinned_store import PinnedStore
 from .pool import ExpertPool
@@ -81,6 +81,8 @@ def offload_experts(
         handle.return_to_device(devices)
         raise
     for name, module in modules.items():
+        if type(getattr(module, "_hf_hook", None)) is MissingExpertsHook:
+            remove_hook_from_module(module)
         inner = getattr(module, "_hf_hook", None)
         if inner is not None:
             inner.offload, offload = False, inner.offload  # else its removal would bring every expert into memory
@@ -101,7 +103,7 @@ def offload_experts(
 def check_hook(name: str, module: nn.Module) -> None:
     """Refuses hooks whose work would be lost."""
     hook = getattr(module, "_hf_hook", None)
-    if hook is not None and type(hook) is not AlignDevicesHook:
+    if hook is not None and type(hook) not in (AlignDevicesHook, MissingExpertsHook):
         raise ValueError(f"model: {name} has a {type(hook).__name__}, which offloading would replace: remove it first")
 
 
