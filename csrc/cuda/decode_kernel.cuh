@@ -73,6 +73,19 @@ __device__ __forceinline__ void attend_exact(ExactWarp<T, S::DIM, S::VDIM> &warp
   }
 }
 
+// This warp's rows of the queries: the one that was loaded, and one more where a CTA has up to eight.
+template <class S, class T>
+__device__ __forceinline__ void store_queries(QueryRows<T, S::DIM> &query, const DecodeArgs &a, float step,
+                                              const Queries<S::DIM> &queries, int b, int h, int first_row, int rows,
+                                              int warp, int lane) {
+  query.store(a, step, warp, warp, queries, lane);
+  if constexpr (S::OCT) {
+    query.place(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
+    query.load(a, lane);
+    query.store(a, step, warp + WARPS, warp, queries, lane);
+  }
+}
+
 // The CTAs of exact tokens alone, a share a warp.
 template <class T, class S>
 __device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Parts &parts, char *memory, int b, int h,
@@ -201,12 +214,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   }
   let_next_kernel_begin();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
-  query.store(a, keys.step, warp, warp, queries, lane);
-  if constexpr (S::OCT) {
-    query.place(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
-    query.load(a, lane);
-    query.store(a, keys.step, warp + WARPS, warp, queries, lane);
-  }
+  store_queries<S>(query, a, keys.step, queries, b, h, first_row, rows, warp, lane);
   __syncthreads();
   if (!S::EXACT_APART && warp < exact_steps)
     attend_exact<T, S, 2>(exact, a, parts, (const T *)queries.raw, b, h, first_row, warp * parts.packed + blockIdx.y,

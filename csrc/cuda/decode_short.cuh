@@ -159,12 +159,7 @@ __global__ void __launch_bounds__(THREADS, 3)
   close_copies();
   let_next_kernel_begin();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
-  query.store(a, keys.step, warp, warp, queries, lane);
-  if constexpr (S::OCT) {
-    query.place(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
-    query.load(a, lane);
-    query.store(a, keys.step, warp + WARPS, warp, queries, lane);
-  }
+  store_queries<S>(query, a, keys.step, queries, b, h, first_row, rows, warp, lane);
   wait_copy_groups<0>();
   __syncthreads();
   ShortWarp<S> mine;
