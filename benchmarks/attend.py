@@ -212,8 +212,7 @@ def main() -> None:
     encodes = [encode_row(model, args, rate) for model in models]
     numbers = dict(bits=args.bits, exact=args.exact, isas=args.isas, memory_rate=rate, attend=rows, encode=encodes)
     result = timing.result("attend", conditions, **numbers)
-    views = attend_tables.views(result)
-    print("", *(f"{name}\n\n{text}\n" for name, text in views.items()), sep="\n")
+    timing.show(attend_tables.views(result))
     if args.json:
         timing.save(result, args.json)
 

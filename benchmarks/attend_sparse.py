@@ -205,7 +205,7 @@ def main() -> None:
         sides = {name: rows[-1]["results"][name]["median_ms"] for name in (rows[-1]["best_dense"], *SIDES)}
         print(*shape, ", ".join(f"{name} {median:.3f} ms" for name, median in sides.items()), flush=True)
     result = timing.result("attend_sparse", conditions, bits=args.bits, exact=EXACT, share=args.share, attend=rows)
-    print("", *(f"{name}\n\n{text}\n" for name, text in attend_tables.sparse_views(result).items()), sep="\n")
+    timing.show(attend_tables.sparse_views(result))
     if args.json:
         timing.save(result, args.json)
 

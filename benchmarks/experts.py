@@ -299,7 +299,7 @@ def main() -> None:
     shape = {name: getattr(shape, name) for name in ("num_hidden_layers", "num_experts", "num_experts_per_tok")}
     rows = [dataclasses.asdict(bar) for bar in bars]
     result = timing.result("experts", conditions, shape=shape, bars=rows, **numbers)
-    print("", *(f"{name}\n\n{text}\n" for name, text in experts_tables.views(result).items()), sep="\n")
+    timing.show(experts_tables.views(result))
     if args.json:
         timing.save(result, args.json)
     sys.exit(not all(bar.is_held for bar in bars))

@@ -12,13 +12,11 @@ machine, so both run and a bar is held against the faster.
 import argparse
 import gc
 import time
-import warnings
 
 import generate_tables
 import models
 import timing
 import torch
-import transformers
 from caches import CACHES, PACKAGES, fill, resident_bytes
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
@@ -180,11 +178,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    warnings.filterwarnings("ignore", ".*past_key_values.*", FutureWarning)  # renamed `cache` in newer transformers
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    models.prepare(args.threads)
     conditions = timing.conditions(args.device, *PACKAGES)
     loaded = {dtype: models.load(args.model, getattr(torch, dtype), args.device) for dtype in args.dtypes}
     for model in loaded.values():
@@ -199,8 +193,7 @@ def main() -> None:
         result = timing.result("generate", conditions, **settings, rows=rows)
         if args.json:  # after each context, so that a long run that is stopped keeps what it has
             timing.save(result, args.json)
-    views = generate_tables.views(result)
-    print("", *(f"{name}\n\n{text}\n" for name, text in views.items()), sep="\n")
+    timing.show(generate_tables.views(result))
 
 
 if __name__ == "__main__":

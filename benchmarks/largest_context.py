@@ -7,13 +7,11 @@ their peak says how long the first one tried is; each further one is 2 % shorter
 
 import argparse
 import gc
-import warnings
 
 import largest_context_tables
 import models
 import timing
 import torch
-import transformers
 from caches import CACHES, fill, resident_bytes
 
 from torch_kvq._requirements import cache_keyword
@@ -87,10 +85,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    warnings.filterwarnings("ignore", ".*past_key_values.*", FutureWarning)  # renamed `cache` in newer transformers
-    transformers.utils.logging.set_verbosity_error()
+    models.prepare(args.threads)
     model = models.load(args.shape, getattr(torch, args.dtype), args.device, args.layers)
     rows = [measure(model, name, args) for name in COMPARED]
     settings = {name: getattr(args, name) for name in ("shape", "batch", "dtype", "memory")}
@@ -98,8 +93,7 @@ def main() -> None:
     result = timing.result("largest_context", timing.conditions(args.device), **settings, rows=rows)
     if args.json:
         timing.save(result, args.json)
-    views = largest_context_tables.views(result)
-    print("", *(f"{name}\n\n{text}\n" for name, text in views.items()), sep="\n")
+    timing.show(largest_context_tables.views(result))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import functools
 import pathlib
 import sys
+import warnings
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
@@ -61,3 +63,12 @@ def prompt(name: str, batch: int, tokens: int) -> torch.Tensor:
 def _text_ids(name: str) -> torch.Tensor:
     tokenizer = AutoTokenizer.from_pretrained(real_models.models_dir() / name)
     return tokenizer("\n\n".join(real_texts.texts().values()), verbose=False, return_tensors="pt").input_ids[0]
+
+
+def prepare(threads: int) -> None:
+    """Threads, seed, and no words of transformers between the numbers."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore", ".*past_key_values.*", FutureWarning)  # renamed `cache` in newer transformers
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

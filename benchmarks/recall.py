@@ -67,7 +67,7 @@ def main() -> None:
         if args.json:  # after each model, so that a long run that is stopped keeps what it has
             timing.save(result, args.json)
     if found:
-        print("", *(f"{name}\n\n{text}\n" for name, text in recall_tables.views(result).items()), sep="\n")
+        timing.show(recall_tables.views(result))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ each kv head.
 
 import argparse
 import time
-import warnings
 
 import models
 import sparse_generate_tables
 import timing
 import torch
-import transformers
 from caches import resident_bytes
 from transformers import DynamicCache
 
@@ -112,10 +110,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    warnings.filterwarnings("ignore", ".*past_key_values.*", FutureWarning)  # renamed `cache` in newer transformers
-    transformers.utils.logging.set_verbosity_error()
+    models.prepare(args.threads)
     model = models.load(args.shape, getattr(torch, args.dtype), args.device, args.layers)
     rows = [row for context in args.contexts for row in measure(model, context, args)]
     settings = {name: getattr(args, name) for name in ("shape", "batch", "rounds", "new_tokens", "share", "dtype")}
@@ -123,8 +118,7 @@ def main() -> None:
     result = timing.result("sparse_generate", timing.conditions(args.device), **settings, rows=rows)
     if args.json:
         timing.save(result, args.json)
-    views = sparse_generate_tables.views(result)
-    print("", *(f"{name}\n\n{text}\n" for name, text in views.items()), sep="\n")
+    timing.show(sparse_generate_tables.views(result))
 
 
 if __name__ == "__main__":

@@ -142,3 +142,8 @@ def result(benchmark: str, conditions: dict, **numbers) -> dict:
 
 def save(result: dict, path: pathlib.Path) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def show(views: dict[str, str]) -> None:
+    """Prints tables under their names."""
+    print("", *(f"{name}\n\n{text}\n" for name, text in views.items()), sep="\n")
