@@ -153,6 +153,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     names = parser.add_mutually_exclusive_group()
     names.add_argument("--model", default="smollm2-135m", choices=list(models.real_models.SOURCES))
     names.add_argument("--shape", choices=list(models.SHAPES), help="random weights of this shape instead")
+    parser.add_argument("--layers", type=int, help="of the shape, fewer than it has")
     parser.add_argument("--contexts", default="512,2000,8000", help="tokens, comma-separated")
     parser.add_argument("--caches", default=",".join(CACHES), help="which, comma-separated")
     parser.add_argument("--dtype", help="one or more, comma-separated; default on the CPU float32,bfloat16")
@@ -161,6 +162,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fill", action="store_true", help="random keys and values instead of a prefill")
     args = parser.parse_args(arguments)
+    if args.layers and not args.shape:
+        parser.error("--layers needs --shape: a real model has all of its layers")
     args.model = args.shape or args.model
     args.dtypes = (args.dtype or DTYPES[args.device]).split(",")
     args.caches = args.caches.split(",")
@@ -180,7 +183,7 @@ def main() -> None:
     args = parse()
     models.prepare(args.threads)
     conditions = timing.conditions(args.device, *PACKAGES)
-    loaded = {dtype: models.load(args.model, getattr(torch, dtype), args.device) for dtype in args.dtypes}
+    loaded = {dtype: models.load(args.model, getattr(torch, dtype), args.device, args.layers) for dtype in args.dtypes}
     for model in loaded.values():
         for name in args.caches:
             warm_up(model, name, args)
@@ -188,7 +191,7 @@ def main() -> None:
     for context in args.contexts:
         release()
         rows += measure(loaded, context, args)
-        settings = {name: getattr(args, name) for name in ("model", "batch", "rounds", "new_tokens")}
+        settings = {name: getattr(args, name) for name in ("model", "layers", "batch", "rounds", "new_tokens")}
         settings |= dict(random_weights=args.shape is not None, filled=args.fill)
         result = timing.result("generate", conditions, **settings, rows=rows)
         if args.json:  # after each context, so that a long run that is stopped keeps what it has

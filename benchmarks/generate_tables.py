@@ -117,7 +117,8 @@ def _side(result: dict, context: int, caches: tuple[str, ...]) -> str:
 
 
 def _conditions(result: dict) -> str:
-    weights = result["model"] + (" (random weights)" if result["random_weights"] else "")
+    layers = f", {result['layers']} layers" if result.get("layers") else ""
+    weights = result["model"] + (f" (random weights{layers})" if result["random_weights"] else "")
     batch = f"batch {result['batch']}"
     prompt = "random keys and values" if result["filled"] else "a prompt"
     rounds = f"{result['rounds']} x {result['new_tokens']} new tokens, all caches in turn"

@@ -19,7 +19,7 @@ import torch_kvq
 
 HOPELESS = 2.0  # a droppable side whose best of three rounds is this far behind is dropped, as it would set the pace
 CPU_FEATURES = "avx2|f16c|avx512f|avx512_vnni|avx512vbmi|avx512_bf16|amx_tile|asimddp|i8mm|sve"
-GRAPH_CALLS = 8  # at least, so that the launch of the graph does not count
+GRAPH_CALLS = 32  # at least, as many as a model has layers, so that the launch of the graph does not count
 
 
 def in_turn(sides: dict[str, Callable], rounds: int, droppable: tuple[str, ...] = ()) -> dict[str, list[float]]:

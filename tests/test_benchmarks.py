@@ -47,7 +47,7 @@ def run(script: str, *options: str, path: pathlib.Path) -> dict:
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory) -> dict:
     contexts = ",".join(map(str, CONTEXTS))
-    sizes = ["--contexts", contexts, "--rounds", str(ROUNDS), "--new-tokens", str(NEW_TOKENS)]
+    sizes = ["--layers", "2", "--contexts", contexts, "--rounds", str(ROUNDS), "--new-tokens", str(NEW_TOKENS)]
     path = tmp_path_factory.mktemp("generate") / "generate_cpu.json"
     return run("generate.py", "--shape", "tiny", *sizes, path=path)
 
@@ -305,6 +305,7 @@ def test_bytes_of_a_quantised_cache_count_what_its_tensors_wrap():
         (["--caches", "dynamic,paged"], "--caches must be among isoquant, dynamic, quanto, hqq, got paged"),
         (["--new-tokens", "1"], "--new-tokens must be at least 2, got 1"),
         (["--device", "abacus"], "got 'abacus'"),
+        (["--layers", "2"], "--layers needs --shape"),
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(capsys, options, message):
