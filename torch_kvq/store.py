@@ -238,8 +238,7 @@ class ExactStore:
         for name in ("key_buffer", "value_buffer"):
             old = getattr(self, name)
             new = empty((*old.shape[:2], max(capacity, kept), old.shape[3]), old.dtype, old.device)
-            new[:, :, :start] = old[:, :, :start]
-            new[:, :, start:kept] = old[:, :, stop : self.length]
+            torch.cat((old[:, :, :start], old[:, :, stop : self.length]), 2, out=new[:, :, :kept])  # one kernel
             setattr(self, name, new)
         self.length, self._owned = kept, True
 
