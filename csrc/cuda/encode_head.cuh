@@ -187,13 +187,14 @@ __device__ inline void fill(const Coding &coding, int64_t batch, int64_t index, 
   int warp = warp_id();
   Blocks<DIM, BITS, VALUES> blocks;
   if (warp == 0) blocks.load(VALUES ? nullptr : centre_at(s, batch, index), s.rotation.blocks);
-  if (warp == 1) head.book.fill(s.level_data);
+  float level = warp == 1 ? head.book.load(s.level_data) : 0;
   float unit = fill_summands(s.rotation.signs, balance_at(s, batch, index), coding.x.dtype, head.summands[warp]);
   if (warp == 0) blocks.finish(unit, coding.x.dtype, head);
   if (warp == 2 && lane_id() < BITS) {
     head.planes[lane_id()] = (char *)plane_at(s, batch, index, 0, lane_id());
     head.strides[lane_id()] = 4 * (uint32_t)(lane_id() < BITS - 1 ? s.mag_stride[2] : s.sign_stride[2]);
   }
+  if (warp == 1) head.book.fill(level);
   fill_right(head);
   fill_pack(head.pack);
   __syncthreads();

@@ -31,7 +31,7 @@ struct Shared {
 // Keys: lane 4g + c has words c of tokens g and g + 8, with D = 256 also words 4 + c.
 template <int DIM, int BITS>
 __device__ __forceinline__ void store_keys(const Head<DIM, BITS, false> &head, int first, uint32_t valid,
-                                           const Sums<DIM, BITS> &sums) {
+                                           const Codes<DIM, BITS> &codes) {
   int g = lane_id() / 4, c = lane_id() % 4;
   char *planes[BITS];
   uint32_t strides[BITS];
@@ -46,8 +46,8 @@ __device__ __forceinline__ void store_keys(const Head<DIM, BITS, false> &head, i
 #pragma unroll
       for (int p = 0; p < BITS; p++)
 #pragma unroll
-        for (int group = 0; group < sums.GROUPS; group++)
-          *(uint32_t *)(planes[p] + 8 * r * strides[p] + 16 * group) = sums.word(p, group, r);
+        for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++)
+          *(uint32_t *)(planes[p] + 8 * r * strides[p] + 16 * group) = codes[r][p][group];
 }
 
 // Bit F of the number of a bit of a byte becomes bit F of g, and the other way round.
@@ -116,8 +116,8 @@ __device__ __attribute__((noinline)) void encode_part(int first, int first_of_ne
   else
     multiply<__half>(head, own, y);
   copy_rows<DIM>(head.x, head.x_bytes, first_of_next - head.start, valid >> PART_LEN, slots);
-  Sums<DIM, BITS> sums;
-  float scale = encode_tile<DIM, BITS>(head, y, sums);
+  Codes<DIM, BITS> codes;
+  float scale = encode_tile<DIM, BITS>(head, y, codes);
   int lane = lane_id(), token = lane / 4 + lane % 2 * 8;
   if (lane % 4 < 2 && valid >> token & 1) head.scales[first + token] = __float2half_rn(scale);
   if constexpr (VALUES) {
@@ -125,10 +125,10 @@ __device__ __attribute__((noinline)) void encode_part(int first, int first_of_ne
 #pragma unroll
     for (int p = 0; p < BITS; p++)
 #pragma unroll
-      for (int group = 0; group < sums.GROUPS; group++)
-        words[p][group][slot] = make_uint2(sums.word(p, group, 0), sums.word(p, group, 1));
+      for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++)
+        words[p][group][slot] = make_uint2(codes[0][p][group], codes[1][p][group]);
   } else {
-    store_keys<DIM, BITS>(head, first, valid, sums);
+    store_keys<DIM, BITS>(head, first, valid, codes);
   }
 }
 

@@ -6,8 +6,9 @@
 // transform of D is part of the blocks of four, which are applied in registers.
 //
 // The count of instructions decides: 128 coordinates may take 140 of a warp if memory is to take half of the time. So
-// bits are made as 0.0 and 1.0 by multiply-adds that saturate, and tensor cores gather them into words and add up what
-// the scale needs; there is a shuffle only where a sum of a token ends.
+// bits are made as 0.0 and 1.0 by multiply-adds that saturate, and tensor cores gather them into words and add up the
+// products that the scale needs; what it needs of the levels alone is counted in the words. There is a shuffle only where
+// a sum of a token ends.
 #pragma once
 
 #include "encode_head.cuh"
@@ -116,20 +117,19 @@ __device__ __forceinline__ void finish_rotation(const Head<DIM, BITS, VALUES> &h
 
 // Sums over the coordinates that tensor cores make. Words: column 2t + h is half h of word t, from EXACT on, in which
 // one is the last bit; those of signs count each coordinate as 1 or -1. Products of a token with itself are on the
-// diagonal of the first eight tokens in dots[0] and squares[0], rows g, of the last eight in dots[1] and squares[1],
-// rows g + 8.
+// diagonal of the first eight tokens in dots[0], rows g, of the last eight in dots[1], rows g + 8.
 constexpr float EXACT = 8388608;  // 2^23
 template <int DIM, int BITS>
 struct Sums {
   static constexpr int GROUPS = (DIM + 127) / 128;  // of four words
-  float words[BITS][GROUPS][4], dots[2][4], squares[2][4];
+  float words[BITS][GROUPS][4], dots[2][4];
 
   __device__ __forceinline__ Sums() {
 #pragma unroll
     for (int e = 0; e < BITS * GROUPS * 4; e++)
       words[e / 4 / GROUPS][e / 4 % GROUPS][e % 4] = e / 4 / GROUPS < BITS - 1 ? EXACT : EXACT + 65535;
 #pragma unroll
-    for (int e = 0; e < 8; e++) dots[e / 4][e % 4] = squares[e / 4][e % 4] = 0;
+    for (int e = 0; e < 8; e++) dots[e / 4][e % 4] = 0;
   }
 
   // Bits of plane p of word 4 group + c of token g + 8 r.
@@ -149,7 +149,7 @@ struct Sums {
 };
 
 // Adds all coordinates. Those of token g + 8r times by[r] are in units of the root mean square over SHARP.
-template <bool SQUARES, int DIM, int BITS>
+template <int DIM, int BITS>
 __device__ __forceinline__ void quantise(const Tile<DIM> &y, const float (&by)[2], const Book<BITS> &book,
                                          const uint4 (&pack)[Cut<DIM>::COLUMNS][WARP], int always,
                                          Sums<DIM, BITS> &sums) {
@@ -189,20 +189,17 @@ __device__ __forceinline__ void quantise(const Tile<DIM> &y, const float (&by)[2
         value[e] = linear<FLAGS>(level, flag), both[e] &= 0x7fff7fff;
       }
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
+      for (int r = 0; r < 2; r++)
         mma_half<__half>(sums.dots[r], value[0], value[1], value[2], value[3], both[r], both[2 + r]);
-        if (!SQUARES) continue;
-        mma_half8(sums.squares[r], value[0], value[1], value[r]);
-        mma_half8(sums.squares[r], value[2], value[3], value[2 + r]);
-      }
     }
   }
 }
 
 // Over the four lanes of a token: of token g in even lanes, of g + 8 in odd ones; x[r] is the lane's part of g + 8r.
-__device__ __forceinline__ float quad_sum(const float (&x)[2]) {
+template <class T>
+__device__ __forceinline__ T quad_sum(const T (&x)[2]) {
   bool odd = lane_id() % 2;
-  float sum = (odd ? x[1] : x[0]) + __shfl_xor_sync(ALL_LANES, odd ? x[0] : x[1], 1);
+  T sum = (odd ? x[1] : x[0]) + __shfl_xor_sync(ALL_LANES, odd ? x[0] : x[1], 1);
   return sum + __shfl_xor_sync(ALL_LANES, sum, 2);
 }
 // Both of what even and odd lanes have.
@@ -217,9 +214,14 @@ __device__ __forceinline__ float root(float x) {
   return x * rsqrtf(fmaxf(x, 1.2e-38f));
 }
 
+// Words of codes: bits of plane p of word 4 group + c of token g + 8 r.
+template <int DIM, int BITS>
+using Codes = uint32_t[2][BITS][Sums<DIM, BITS>::GROUPS];
+
 // Codes of both tokens; returns the scale of token g, in even lanes, or g + 8.
 template <int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ float encode_tile(const Head<DIM, BITS, VALUES> &head, Tile<DIM> &y, Sums<DIM, BITS> &sums) {
+__device__ __forceinline__ float encode_tile(const Head<DIM, BITS, VALUES> &head, Tile<DIM> &y,
+                                             Codes<DIM, BITS> &codes) {
   float parts[2] = {0, 0}, by[2], step = head.book.half_step, back = step;
   finish_rotation(head, y, parts);
   float norm = root(quad_sum(parts)), clamped = fmaxf(norm * Cut<DIM>::INVERSE_ROOT, 1e-30f);
@@ -233,11 +235,16 @@ __device__ __forceinline__ float encode_tile(const Head<DIM, BITS, VALUES> &head
     for (int e = 0; e < DIM / 2; e++) y[e % 4][e / 16][e / 4 % 4] *= powers[e / 8 % 2];
   }
   share(__fdividef(SHARP, clamped), by);
-  if (head.rule == MATCHED || head.rule == MSE)
-    quantise<true, DIM, BITS>(y, by, head.book, head.pack, head.stop, sums);
-  else
-    quantise<false, DIM, BITS>(y, by, head.book, head.pack, head.stop, sums);
-  float dot = sums.diagonal(sums.dots) * back, square = sums.diagonal(sums.squares) * (step * step);
+  Sums<DIM, BITS> sums;
+  quantise<DIM, BITS>(y, by, head.book, head.pack, head.stop, sums);
+#pragma unroll
+  for (int e = 0; e < 2 * BITS * sums.GROUPS; e++)
+    codes[e % 2][e / 2 / sums.GROUPS][e / 2 % sums.GROUPS] = sums.word(e / 2 / sums.GROUPS, e / 2 % sums.GROUPS, e % 2);
+  float dot = sums.diagonal(sums.dots) * back, square = 0;
+  if (head.rule == MATCHED || head.rule == MSE) {
+    int squares[2] = {head.book.squares(codes[0]), head.book.squares(codes[1])};
+    square = (float)(quad_sum(squares) + DIM * head.book.square[0]) * (step * step);
+  }
   return scale_of(head.rule, norm, norm * Cut<DIM>::INVERSE_ROOT, dot, square);
 }
 

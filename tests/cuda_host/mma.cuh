@@ -45,11 +45,6 @@ inline void mma_half(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
   });
 }
 
-// m16n8k8 is the part of m16n8k16 with k < 8.
-inline void mma_half8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
-  mma_half<__half>(c, a0, a1, 0, 0, b0, 0);
-}
-
 // Row `lane % 8` of matrix `lane / 8` starts at `row`; lane 4 r + j gets elements 2 j and 2 j + 1 of row r of each matrix,
 // or, transposed, elements r of rows 2 j and 2 j + 1.
 inline void load_matrices(uint32_t (&result)[4], const void *row, bool transposed) {

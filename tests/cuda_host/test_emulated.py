@@ -106,6 +106,14 @@ def test_encode_and_decode(ops, dim, kind, along_tokens, dtype):
     codec_checks.check_decode(ops, "cpu", dim, kind, bits, along_tokens, dtype)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_encode_by_every_scale_rule(ops, dim, along_tokens, bits):
+    for rule in SCALE_RULES:
+        codec_checks.check_encode(ops, "cpu", dim, "isoquant", bits, along_tokens, rule, torch.bfloat16, True, ((0, 40),))
+
+
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_encode_of_any_magnitude(ops, dim, along_tokens):
