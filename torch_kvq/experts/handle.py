@@ -7,6 +7,7 @@ import torch
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 
+from ..checks import check_choice
 from .budget import Budget
 from .families import expert_tensors
 from .hook import MissingExpertsHook
@@ -81,10 +82,9 @@ class OffloadHandle:
         """Load experts of a layer and keep them resident.
 
         Raises:
-            ValueError: no such layer or expert, or its pool would be left without a free slot.
+            ValueError: no such layer or expert, or its pool would be left without a free slot. TypeError: no integers.
         """
-        if layer not in self.pools:
-            raise ValueError(f"pin must name one of the layers {list(self.pools)}, got {layer!r}")
+        check_choice("layer", layer, self.pools)
         self.pools[layer].pin(layer, experts)
 
     def remove(self, load: bool = True, close: bool = True) -> None:
