@@ -153,6 +153,28 @@ def test_plan_arguments():
         plan_bits(model, [])
     with pytest.raises(ValueError, match="base must have bits among.*'routed': 5"):
         plan_bits(model, [tiny_moe.prompt()], base={"routed": 5})
+    with pytest.raises(TypeError, match="base must be bits by role, got 4"):
+        plan_bits(model, [tiny_moe.prompt()], base=4)
+    with pytest.raises(ValueError, match="threshold must be a number, got 'low'"):
+        plan_bits(model, [tiny_moe.prompt()], threshold="low")
+
+
+@pytest.mark.parametrize(
+    "batches, error, message",
+    [
+        (tiny_moe.prompt(), TypeError, r"batches must be a list, as \[input_ids\], got tensor"),
+        (dict(input_ids=tiny_moe.prompt()), TypeError, "batches must be a list.*got {'input_ids'"),
+        (None, TypeError, "batches must be a list.*got None"),
+        ("text", TypeError, "batches must be a list.*got 'text'"),
+        ([3], TypeError, r"batches\[0\] must be token ids \[B, T\] or keyword arguments of the model, got 3"),
+        ([tiny_moe.prompt()[0]], ValueError, r"batches\[0\] must have token ids \[B, T\], got torch.int64 \[\d+\]"),
+        ([tiny_moe.prompt().float()], ValueError, r"batches\[0\] must have token ids \[B, T\], got torch.float32"),
+        ([dict(input_ids=[[1, 2]])], TypeError, r"batches\[0\], input_ids, must be a tensor, got \[\[1, 2\]\]"),
+    ],
+)
+def test_batches_that_are_none(batches, error, message):
+    with pytest.raises(error, match=message):
+        plan_bits(tiny_moe.build("mixtral"), batches)
 
 
 @pytest.fixture
@@ -221,8 +243,18 @@ def test_plan_for_a_model_that_was_never_loaded(planned, tmp_path):
 
 
 def test_gate_arguments():
-    with pytest.raises(ValueError, match="gate must have positive limits"):
+    with pytest.raises(ValueError, match="max_error must be a number above 0, got 0"):
         Gate(0, 1)
+    with pytest.raises(ValueError, match="max_delta_nll must be a number above 0, got None"):
+        Gate(1, None)
+
+
+def test_what_apply_refuses(planned):
+    _, plan = planned
+    with pytest.raises(TypeError, match="gate must be a Gate, got 0.1"):
+        plan.apply(gate=0.1)
+    with pytest.raises(TypeError, match="roles must be roles in a list, got 3"):
+        plan.apply(gate=LOOSE, roles=3)
 
 
 def test_linear_roles_without_torchao(planned, monkeypatch):

@@ -1,5 +1,6 @@
 """Arguments of public functions, checked: an error names the argument, the rule and the value."""
 
+import math
 import reprlib
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +22,13 @@ def check_count(name: str, value: int, least: int) -> None:
     """Raises ``ValueError`` unless ``value`` is an integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def check_number(name: str, value: float, above: float = -math.inf) -> None:
+    """Raises ``ValueError`` unless ``value`` is a number above ``above``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > above:
+        rule = "a number" if above == -math.inf else f"a number above {above:g}"
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 
 def check_flag(name: str, value: bool) -> None:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import NoneType
 
+from ..checks import check_type
 from .bit_plan import BitPlan
 from .budget import Budget
 from .codec import FIELDS
@@ -52,6 +54,8 @@ def apply_plan(
         ValueError: 2 bits without a gate, a gate that fails at 8 bits, or an unknown role. ImportError: linear layers without
             torchao. In each case the experts are as they were.
     """
+    check_type("gate", gate, (Gate, NoneType), "a Gate")
+    check_type("roles", roles, Iterable, "roles in a list")
     roles = set(roles)
     if unknown := roles - {"dense", "shared", "routed"}:
         raise ValueError(f"roles must be among dense, shared and routed, got {sorted(unknown)}")

@@ -19,7 +19,7 @@ Predictor = Callable[[str, torch.Tensor], Mapping[str, list[int]]]
 
 
 def check_hook_options(overlap: bool | None, predictor: Callable | None) -> None:
-    """Raises for an ``overlap`` that is neither bool nor ``None``, and a ``predictor`` that is neither callable nor ``None``."""
+    """Raises for an ``overlap`` that is no bool, and a ``predictor`` that cannot be called, where they are given."""
     if overlap is not None:
         check_flag("overlap", overlap)
     if predictor is not None:
