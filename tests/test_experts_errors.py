@@ -192,11 +192,48 @@ def test_a_handle_is_removed_once():
 def test_moving_the_model():
     model = tiny_moe.build("mixtral")
     handle = offload_experts(model, 3)
-    for move in (lambda: model.to("meta"), model.half, model.float):
+    wanted = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    block = model.model.layers[1].mlp
+    parts = (model, model.model, model.model.layers, block, block.experts)
+    for move in (lambda: model.to("meta"), *(each for part in parts for each in (part.half, part.double))):
         with pytest.raises(RuntimeError, match="call handle.remove"):
             move()
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == wanted
+    model.model.layers[0].self_attn.to(model.dtype)  # holds no experts
     handle.remove()
+    model.model.double()
+    assert block.experts.down_proj.dtype == torch.float64
     model.float()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("part", ["", "model", "model.layers.1.mlp.experts"])
+def test_loading_experts_of_another_model(part, strict, assign):
+    model, other = tiny_moe.build("mixtral"), tiny_moe.build("mixtral")
+    for parameter in other.parameters():
+        parameter.data.mul_(1.5)
+    state, ids = other.get_submodule(part).state_dict(), tiny_moe.prompt()
+    with torch.no_grad():
+        wanted, handle = model(ids).logits, offload_experts(model, 3)
+        layer = 1 if part.endswith("experts") else 0
+        name = f"model.layers.{layer}.mlp.experts.gate_up_proj".removeprefix(part).lstrip(".")
+        with pytest.raises(RuntimeError, match=f"state_dict must be without the experts of this model.* got {name}$"):
+            model.get_submodule(part).load_state_dict(state, strict=strict, assign=assign)
+        assert torch.equal(model(ids).logits, wanted)
+        handle.remove()
+        model.load_state_dict(other.state_dict(), assign=assign)
+        assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_loading_all_but_experts():
+    model, other, ids = tiny_moe.build("mixtral"), tiny_moe.build("mixtral"), tiny_moe.prompt()
+    other.lm_head.weight.data.mul_(2)
+    state = {name: tensor for name, tensor in other.state_dict().items() if ".experts." not in name}
+    with torch.no_grad():
+        offload_experts(model, 3)
+        assert all(".experts." in name for name in model.load_state_dict(state, strict=False).missing_keys)
+        assert torch.equal(model(ids).logits, other(ids).logits)
 
 
 def test_gradients():
