@@ -11,7 +11,7 @@ def _fake(name: str) -> Callable[..., None]:
     names = [argument.name for argument in getattr(getattr(torch.ops, NAMESPACE), name).default._schema.arguments]
 
     def fake(*args) -> None:
-        """Raises ``RuntimeError`` if tensors are mixed with tensors on meta: torch would call this and no kernel, in silence."""
+        """Raises ``RuntimeError`` if only some tensors are on meta: torch calls this then instead of a kernel, in silence."""
         lists = (arg if isinstance(arg, list | tuple) else [arg] for arg in args)
         tensors = [(name, x) for name, each in zip(names, lists) for x in each if isinstance(x, torch.Tensor)]
         elsewhere = next((x.device for _, x in tensors if x.device.type != "meta"), None)
