@@ -146,7 +146,7 @@ def test_the_library_names_what_it_needs():
 
 @needs_library
 def test_the_library_says_what_it_was_built_for():
-    assert re.fullmatch(r"libkvq_cuda.so was built for \d+[af]?(\+ptx)?(,\d+[af]?(\+ptx)?)*", cuda.build())
+    assert re.fullmatch(r"libkvq_cuda.so was built with KVQ_CUDA_ARCHS=\d+[af]?(\+ptx)?(,\d+[af]?(\+ptx)?)*", cuda.build())
 
 
 @needs_library
