@@ -1,6 +1,7 @@
 """What ``update`` refuses, before anything is changed."""
 
 import math
+import reprlib
 
 import torch
 
@@ -67,6 +68,13 @@ def _check_same(layer, name: str, held: torch.Tensor, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must keep dtype {held.dtype} of layer {layer.index}, got {x.dtype}")
     if x.device != held.device:
         raise ValueError(f"{name} must stay on {held.device} with layer {layer.index}, got {x.device}")
+
+
+def check_vector(name: str, x: torch.Tensor) -> None:
+    """Raises ``ValueError`` unless ``x`` is a vector of integers or bools, by which sequences of a batch are chosen."""
+    if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.is_floating_point() or x.is_complex():
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else reprlib.repr(x)
+        raise ValueError(f"{name} must be a vector of integers, one a sequence, got {got}")
 
 
 def is_finite(x: torch.Tensor) -> bool:
