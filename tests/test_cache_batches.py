@@ -110,7 +110,7 @@ def test_reorder_reaches_every_kind_of_layer(family):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda cache: cache.reorder_cache([0, 1]), r"beam_idx must be a vector of integers, one a sequence, got \[0, 1\]"),
+        (lambda cache: cache.reorder_cache([0, "1"]), r"beam_idx must be a vector of integers, one a sequence, got \[0, '1'\]"),
         (lambda cache: cache.reorder_cache(torch.ones(2)), r"beam_idx must be a vector.*got torch.float32 \[2\]"),
         (lambda cache: cache.batch_select_indices(0), "indices must be a vector of integers, one a sequence, got 0"),
         (lambda cache: cache.batch_select_indices(torch.tensor(-1)), r"indices must be a vector.*got torch.int64 \[\]"),

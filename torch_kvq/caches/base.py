@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..checks import check_count
-from .checks import check_vector
+from .checks import as_rows
 from .discovery import config_of_caller, generation_options, make_layers
 from .layer import CompressedLayer, check_crop, is_plain
 from .owner import Ownership
@@ -191,8 +191,7 @@ class CompressedCache(Cache):
         Raises:
             ValueError: ``beam_idx`` is no vector of integers; nothing was changed.
         """
-        check_vector("beam_idx", beam_idx)
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(as_rows("beam_idx", beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times, one after another.
@@ -204,13 +203,12 @@ class CompressedCache(Cache):
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these sequences, in this order; a mask of bools is taken, too.
+        """Keeps these sequences, in this order; a list and a mask of bools are taken, too.
 
         Raises:
             ValueError: ``indices`` is no vector of integers or bools; nothing was changed.
         """
-        check_vector("indices", indices)
-        super().batch_select_indices(indices)
+        super().batch_select_indices(as_rows("indices", indices))
 
     def reset(self) -> None:
         """Forgets all tokens. The next call may come from another model, unless ``config`` was given."""
