@@ -43,7 +43,7 @@ def ninja_text(root: Path, output: Path, nvcc: Path, compiler: str, flags: str, 
     """A build.ninja to be run in ``root``; ``flags`` of the C++ compiler, ``torch`` the package's folder."""
     toolkit = nvcc.parent.parent
     include = "-Icsrc/include -Icsrc/common -Icsrc/cuda"
-    archs = arch_flags(os.environ.get("KVQ_CUDA_ARCHS") or DEFAULT_ARCHS)
+    archs = os.environ.get("KVQ_CUDA_ARCHS") or DEFAULT_ARCHS
     stub = "build/kvq_cuda/libtorch_cuda.so"
     libraries = (
         f"-L{torch / 'lib'} -L{toolkit / 'lib64'} -Wl,--no-as-needed -ltorch_cpu {stub} -l:libstdc++.so.6 -Wl,--as-needed"
@@ -59,16 +59,19 @@ def ninja_text(root: Path, output: Path, nvcc: Path, compiler: str, flags: str, 
         "  depfile = $out.d",
         "  deps = gcc",
         "rule kernel",
-        f"  command = {nvcc} -ccbin ${{cxx}} -MMD -MF $out.d {KERNEL_FLAGS} {archs} {include} -c $in -o $out",
+        f"  command = {nvcc} -ccbin ${{cxx}} -MMD -MF $out.d {KERNEL_FLAGS} {arch_flags(archs)} {include} -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule stub",
         "  command = $cxx -shared -fPIC -x c $in -o $out -Wl,-soname,libtorch_cuda.so",
+        "rule archs",
+        f"  command = $cxx -x c -fPIC '-DKVQ_CUDA_ARCHS=\"{archs.replace(' ', '')}\"' -c $in -o $out",
         "rule link",
         f"  command = $cxx -shared $in -o $out {libraries}",
         f"build {stub}: stub csrc/cuda/torch_cuda_stub.c",
+        "build build/kvq_cuda/archs.c.o: archs csrc/cuda/archs.c",
     ]
-    objects = []
+    objects = ["build/kvq_cuda/archs.c.o"]
     for folder, pattern, rule in (("common", "*.cpp", "compile"), ("cuda", "*.cpp", "compile"), ("cuda", "*.cu", "kernel")):
         for source in sorted((root / "csrc" / folder).glob(pattern)):
             objects.append(f"build/kvq_cuda/{source.name}.o")

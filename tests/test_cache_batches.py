@@ -9,7 +9,7 @@ import torch
 from oracle import forced_logits, oracle_cache, relative_error
 from transformers import DynamicCache
 
-from torch_kvq import IsoQuantCache
+from torch_kvq import IsoQuantCache, RaBitQSparseCache
 from torch_kvq._requirements import cache_keyword
 from torch_kvq.caches.isoquant_layer import IsoQuantLayer
 
@@ -19,6 +19,7 @@ PACKED = dict(window_len=32, flush_len=16)
 MODELS = tiny_models.names("llama", "gpt_oss", "deepseek_v3")
 FEW = [("llama", "sdpa"), ("llama", "eager"), ("deepseek_v3", "sdpa"), ("deepseek_v3", "eager")]
 TOLERANCE = 1e-5
+STATES = torch.zeros(2, 2, 1, 16)
 
 
 def one_by_one(ids):
@@ -104,6 +105,30 @@ def test_reorder_reaches_every_kind_of_layer(family):
     cache.reorder_cache(torch.tensor([1, 1]))
     got, wanted = (forced_logits(model, each, one_by_one(more)) for each in (cache, rebuilt))
     assert relative_error(got, wanted) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda cache: cache.reorder_cache([0, "1"]), r"beam_idx must be a vector of integers, one a sequence, got \[0, '1'\]"),
+        (lambda cache: cache.reorder_cache(torch.ones(2)), r"beam_idx must be a vector.*got torch.float32 \[2\]"),
+        (lambda cache: cache.batch_select_indices(0), "indices must be a vector of integers, one a sequence, got 0"),
+        (lambda cache: cache.batch_select_indices(torch.tensor(-1)), r"indices must be a vector.*got torch.int64 \[\]"),
+        (lambda cache: cache.batch_repeat_interleave(0), "repeats must be an integer of at least 1, got 0"),
+        (lambda cache: cache.update(STATES, STATES, -1), "layer_idx must be the index of a layer, got -1"),
+        (lambda cache: cache.update(STATES, STATES, None), "layer_idx must be the index of a layer, got None"),
+    ],
+)
+@pytest.mark.parametrize("kind", [IsoQuantCache, RaBitQSparseCache])
+def test_what_is_no_choice_of_rows_or_layers_changes_nothing(kind, change, message):
+    model, ids = tiny_models.build("llama"), tiny_models.prompt(2, 150)
+    cache = kind(model.config, **(dict(min_dense_len=0) if kind is RaBitQSparseCache else {}), window_len=32)
+    forced_logits(model, cache, [ids])
+    held = cache.nbytes, cache.get_seq_length()
+    with pytest.raises(ValueError, match=message):
+        change(cache)
+    assert (cache.nbytes, cache.get_seq_length()) == held
+    assert forced_logits(model, cache, [ids[:, :1]]).shape[0] == 2
 
 
 def test_rows_of_an_empty_cache():

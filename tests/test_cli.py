@@ -5,13 +5,13 @@ import torch
 
 from torch_kvq import backends, cli
 from torch_kvq.backends import native
-from torch_kvq.ops.schemas import NAMES
+from torch_kvq.ops.schemas import FUSED_NAMES, NAMES
 
 
 def test_doctor_names_every_operator_and_its_backend(capsys):
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"{name} " in printed for name in NAMES)
+    assert all(f"{name} " in printed for name in NAMES + FUSED_NAMES)
     assert backends.cpu_isa() in printed and torch.__version__ in printed
 
 
@@ -22,7 +22,8 @@ def test_doctor_names_the_kernels_of_each_dtype_of_query(capsys):
     cli.main(["doctor"])
     printed, (full, half) = capsys.readouterr().out, map(backends.cpu_isa, (torch.float32, torch.bfloat16))
     lines = {line.split()[0]: line for line in printed.splitlines() if line.split()[1:2] == ["cpu"]}
-    assert set(lines) == set(NAMES)
+    assert set(lines) == {*NAMES, *FUSED_NAMES}
+    assert "sign_scores + top_p_select" in lines.pop("sign_top_p_select")
     assert all(f" {full}" in line for line in lines.values())
     assert [name for name, line in lines.items() if f"{half} for bfloat16 and float16" in line] == ["attend"] * (half != full)
     native.set_cpu_isa("scalar")
@@ -31,11 +32,27 @@ def test_doctor_names_the_kernels_of_each_dtype_of_query(capsys):
     native.set_cpu_isa(before)
 
 
+@pytest.mark.parametrize("content, said", [
+    (None, "the kernels were not built (libkvq_cuda.so is missing)"),
+    (b"...KVQ_CUDA_ARCHS=80,90+ptx\0...", "libkvq_cuda.so was built with KVQ_CUDA_ARCHS=80,90+ptx"),
+    (b"...", "libkvq_cuda.so was built for GPUs that it does not name"),
+])  # fmt: skip
+def test_doctor_says_what_of_cuda_is_missing(content, said, capsys, monkeypatch, tmp_path):
+    if content is not None:
+        (tmp_path / "libkvq_cuda.so").write_bytes(content)
+    monkeypatch.setattr(backends.cuda, "LIBRARY", tmp_path / "libkvq_cuda.so")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for built, missing in ((True, "no CUDA device is visible"), (False, "this torch is without CUDA")):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
+        cli.main(["doctor"])
+        assert f"\nCUDA kernels: none in use, {missing}; {said}\n" in capsys.readouterr().out
+
+
 def test_selftest_passes(capsys):
     assert cli.main(["doctor", "--selftest"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(" ok\n") == 18 * (1 + torch.cuda.is_available() + torch.backends.mps.is_available())
-    assert all(f"\n{name}" in printed.split("self-test")[1] for name in NAMES)
+    assert printed.count(" ok\n") == 19 * (1 + torch.cuda.is_available() + torch.backends.mps.is_available())
+    assert all(f"\n{name}" in printed.split("self-test")[1] for name in NAMES + FUSED_NAMES)
 
 
 def test_selftest_finds_a_wrong_operator(capsys, monkeypatch):

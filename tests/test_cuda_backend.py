@@ -59,6 +59,15 @@ def test_without_a_device_nothing_is_loaded_or_said(choose, silent):
     assert choose(available=False) == "reference" and cuda.skipped() == {}
 
 
+@pytest.mark.parametrize("wanted", ["native", "triton"])
+def test_kernels_that_are_asked_for_without_a_device_are_an_error(choose, silent, wanted):
+    with pytest.raises(
+        RuntimeError, match=f"KVQ_CUDA={wanted} cannot be: (no CUDA device is visible|this torch is without CUDA)"
+    ):
+        choose(available=False, wanted=wanted)
+    assert choose(available=False, wanted="reference") == "reference"
+
+
 def test_triton_serves_where_no_library_was_built(choose):
     with pytest.warns(UserWarning, match="runs its triton kernels .native: no library.. Reinstall where nvcc is found"):
         assert choose(native="no library") == "triton"
@@ -91,7 +100,7 @@ def test_the_report_names_what_serves_each_operator(choose):
     with pytest.warns(UserWarning):
         choose(native="no library", triton="not installed")
     report = backends.report()
-    assert [row.op for row in report.rows if row.device == "cuda"] == list(NAMES)
+    assert [row.op for row in report.rows if row.device == "cuda"] == [*NAMES, *FUSED_NAMES]
     assert report["attend", "cuda"].served_by == "reference" and report["attend"].device == "cpu"
     assert "not installed" in str(report)
 
@@ -133,6 +142,11 @@ def test_the_library_names_what_it_needs():
     needed = set(re.findall(r"NEEDED.*\[(.*)\]", done.stdout))
     assert {"libtorch_cpu.so", "libtorch_cuda.so", "libstdc++.so.6"} <= needed
     assert not [name for name in needed if "cudart" in name or "c10" in name]
+
+
+@needs_library
+def test_the_library_says_what_it_was_built_for():
+    assert re.fullmatch(r"libkvq_cuda.so was built with KVQ_CUDA_ARCHS=\d+[af]?(\+ptx)?(,\d+[af]?(\+ptx)?)*", cuda.build())
 
 
 @needs_library

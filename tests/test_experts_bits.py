@@ -153,6 +153,28 @@ def test_plan_arguments():
         plan_bits(model, [])
     with pytest.raises(ValueError, match="base must have bits among.*'routed': 5"):
         plan_bits(model, [tiny_moe.prompt()], base={"routed": 5})
+    with pytest.raises(TypeError, match="base must be bits by role, got 4"):
+        plan_bits(model, [tiny_moe.prompt()], base=4)
+    with pytest.raises(ValueError, match="threshold must be a number, got 'low'"):
+        plan_bits(model, [tiny_moe.prompt()], threshold="low")
+
+
+@pytest.mark.parametrize(
+    "batches, error, message",
+    [
+        (tiny_moe.prompt(), TypeError, r"batches must be a list, as \[input_ids\], got tensor"),
+        (dict(input_ids=tiny_moe.prompt()), TypeError, "batches must be a list.*got {'input_ids'"),
+        (None, TypeError, "batches must be a list.*got None"),
+        ("text", TypeError, "batches must be a list.*got 'text'"),
+        ([3], TypeError, r"batches\[0\] must be token ids \[B, T\] or keyword arguments of the model, got 3"),
+        ([tiny_moe.prompt()[0]], ValueError, r"batches\[0\] must have token ids \[B, T\], got torch.int64 \[\d+\]"),
+        ([tiny_moe.prompt().float()], ValueError, r"batches\[0\] must have token ids \[B, T\], got torch.float32"),
+        ([dict(input_ids=[[1, 2]])], TypeError, r"batches\[0\], input_ids, must be a tensor, got \[\[1, 2\]\]"),
+    ],
+)
+def test_batches_that_are_none(batches, error, message):
+    with pytest.raises(error, match=message):
+        plan_bits(tiny_moe.build("mixtral"), batches)
 
 
 @pytest.fixture
@@ -172,7 +194,8 @@ def test_two_bits_need_a_gate(planned):
 def test_two_bits_that_pass(planned, capsys):
     model, plan = planned
     applied = plan.apply(0.5, gate=LOOSE, roles=("routed",))
-    printed = capsys.readouterr().out
+    assert capsys.readouterr().out == ""
+    printed = str(applied)
     assert "left as it was" in printed and set(plan.bits("dense").values()) == {16}
     assert "2 layers at 2 bits" in printed and "passed" in printed and "worst output error" in printed
     row = plan.rows["model.layers.0.mlp.experts"]
@@ -187,7 +210,7 @@ def test_two_bits_that_pass(planned, capsys):
 def test_gate_promotes(planned):
     model, plan = planned
     exact = run(model, plan.batches[0]).detach()
-    applied = plan.apply(3, gate=Gate(max_error=0.2, max_delta_nll=1.0), roles=("routed",), verbose=False)
+    applied = plan.apply(3, gate=Gate(max_error=0.2, max_delta_nll=1.0), roles=("routed",))
     assert set(plan.bits("routed").values()) == {4}
     assert [set(bits.values()) for bits, _, _ in applied.gate.trials] == [{2}, {3}, {4}]
     assert "promoted by the gate" in str(plan)
@@ -204,7 +227,7 @@ def test_gate_that_nothing_passes(planned, loaded, tmp_path):
         plan = plan_bits(model, plan.batches)
     wanted = tiny_moe.answers(model)
     with pytest.raises(ValueError, match="gate cannot be passed with 8 bits"):
-        plan.apply(gate=Gate(max_error=1e-5, max_delta_nll=1.0), roles=("routed",), verbose=False)
+        plan.apply(gate=Gate(max_error=1e-5, max_delta_nll=1.0), roles=("routed",))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(tiny_moe.answers(model), wanted))
     assert (getattr(model, "expert_offload", None) is not None) == loaded
 
@@ -216,13 +239,23 @@ def test_plan_for_a_model_that_was_never_loaded(planned, tmp_path):
     lazy = plan_bits(model, plan.batches)
     assert lazy.bits("routed") == plan.bits("routed")
     for which in (plan, lazy):
-        which.apply(3, gate=LOOSE, roles=("routed",), verbose=False)
+        which.apply(3, gate=LOOSE, roles=("routed",))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(tiny_moe.answers(model), tiny_moe.answers(resident)))
 
 
 def test_gate_arguments():
-    with pytest.raises(ValueError, match="gate must have positive limits"):
+    with pytest.raises(ValueError, match="max_error must be a number above 0, got 0"):
         Gate(0, 1)
+    with pytest.raises(ValueError, match="max_delta_nll must be a number above 0, got None"):
+        Gate(1, None)
+
+
+def test_what_apply_refuses(planned):
+    _, plan = planned
+    with pytest.raises(TypeError, match="gate must be a Gate, got 0.1"):
+        plan.apply(gate=0.1)
+    with pytest.raises(TypeError, match="roles must be roles in a list, got 3"):
+        plan.apply(gate=LOOSE, roles=3)
 
 
 def test_linear_roles_without_torchao(planned, monkeypatch):
@@ -240,7 +273,7 @@ def test_linear_roles_by_torchao():
     model = tiny_moe.build("qwen2_moe")
     plan = plan_bits(model, [tiny_moe.prompt(2, 48)])
     before = run(model, plan.batches[0]).detach()
-    plan.apply(0.5, gate=LOOSE, verbose=False)
+    plan.apply(0.5, gate=LOOSE)
     for role in ("dense", "shared"):
         rows = [row for row in plan.rows.values() if row.role == role]
         assert rows and all(row.bits == 8 and 0 < row.error < 0.02 for row in rows)

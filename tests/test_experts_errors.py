@@ -8,11 +8,14 @@ import pytest
 import tiny_moe
 import torch
 
-from torch_kvq import load_with_expert_offload, offload_experts
+from torch_kvq import ExpertOffloadHook, load_with_expert_offload, offload_experts
 from torch_kvq.experts.budget import make_slabs, parse_bytes, slots_for
 from torch_kvq.experts.file_store import FileStore
 
 pytestmark = pytest.mark.versions
+
+
+LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 
 
 @pytest.mark.parametrize("name, reason", [("llama4", "Llama4TextExperts.*every token"), ("dbrx", "DbrxExperts.*flat")])
@@ -35,9 +38,29 @@ def test_families_that_cannot_be_offloaded(name, reason):
         (dict(budget=3, pin={"model.layers.0.mlp.experts": [8]}), ValueError, "has experts 0 to 7"),
         (dict(budget=3, policy="fifo"), ValueError, "policy must be one of"),
         (dict(budget=3, predictor=lambda model: None), ValueError, "num_guesses must be at least 1"),
-        (dict(budget=3, num_guesses=-1), ValueError, "num_guesses must be an int of at least 0, got -1"),
-        (dict(budget=3, num_guesses=2.5), ValueError, "num_guesses must be an int of at least 0, got 2.5"),
-        (dict(budget=3, threads=None), ValueError, "threads must be an int of at least 0, got None"),
+        (dict(budget=3, num_guesses=-1), ValueError, "num_guesses must be an integer of at least 0, got -1"),
+        (dict(budget=3, num_guesses=2.5), ValueError, "num_guesses must be an integer of at least 0, got 2.5"),
+        (dict(budget=3, threads=None), ValueError, "threads must be an integer of at least 0, got None"),
+        (
+            dict(budget=3, policy=3),
+            ValueError,
+            "policy must be one of .* a class with insert, touch, remove, victims, got 3",
+        ),
+        (dict(budget=3, policy=dict), ValueError, "policy must be one of .*, got <class 'dict'>"),
+        (dict(budget=3, io="mail"), ValueError, "io must be one of pread, direct, mmap, got 'mail'"),
+        (dict(budget=3, overlap="yes"), ValueError, "overlap must be True or False, got 'yes'"),
+        (dict(budget=3, num_guesses=1, predictor=3), TypeError, "predictor must be callable, got 3"),
+        (dict(budget=3, num_guesses=1, predictor=lambda model: 3), TypeError, "predictor must be callable, got 3"),
+        (dict(budget=3, pin=[0]), TypeError, r"pin must be experts by layer name, got \[0\]"),
+        (dict(budget=3, pin={"layers.9": [0]}), ValueError, "pin: a layer must be one of .*, got 'layers.9'"),
+        (dict(budget=3, pin={"model.layers.0.mlp.experts": [0.5]}), TypeError, r"pin must have experts .* got \[0.5\]"),
+        (dict(budget=3, stores=[]), TypeError, r"stores must be stores by layer name, got \[\]"),
+        (dict(budget=3, stores={}), ValueError, "stores must be of the layers .*, got .."),
+        (
+            dict(budget=3, stores=dict.fromkeys(LAYERS, 3)),
+            TypeError,
+            "stores.*layers.0.mlp.experts.* an ExpertStore, got 3",
+        ),
     ],
 )
 def test_arguments(options, error, message):
@@ -49,9 +72,43 @@ def test_arguments(options, error, message):
     assert not hasattr(model.model.layers[0].mlp.experts, "_hf_hook")
 
 
+@pytest.mark.parametrize(
+    "answer, error, message",
+    [
+        (None, TypeError, "answer of predictor must be experts by layer name, got None"),
+        ({"layers.9": [0]}, ValueError, "predictor: a layer must be one of .*, got 'layers.9'"),
+        ({LAYERS[1]: [8]}, ValueError, r"predictor: model.layers.1.mlp.experts has experts 0 to 7, got \[8\]"),
+        ({LAYERS[1]: 0.5}, TypeError, "predictor must have experts of model.layers.1.mlp.experts as integers, got 0.5"),
+    ],
+)
+def test_answers_of_a_predictor(answer, error, message):
+    model = tiny_moe.build("mixtral")
+    handle = offload_experts(model, 3, num_guesses=1, predictor=lambda model: lambda layer, hidden_states: answer)
+    with torch.no_grad(), pytest.raises(error, match=message):
+        model(tiny_moe.prompt())
+    assert handle.stats().guesses == 0
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(pool=3), TypeError, "pool must be an ExpertPool, got 3"),
+        (dict(layer="layers.9"), ValueError, "layer must be one of .*, got 'layers.9'"),
+        (dict(overlap=1), ValueError, "overlap must be True or False, got 1"),
+        (dict(predictor=3), TypeError, "predictor must be callable, got 3"),
+    ],
+)
+def test_arguments_of_the_hook(change, error, message):
+    pool = offload_experts(tiny_moe.build("mixtral"), 3).pools[LAYERS[0]]
+    with pytest.raises(error, match=message):
+        ExpertOffloadHook(**{**dict(pool=pool, layer=LAYERS[0]), **change})
+
+
 def test_dense_model():
     from tiny_models import build
 
+    with pytest.raises(TypeError, match="model must be a transformers model, got 'gpt2'"):
+        offload_experts("gpt2", 3)
     with pytest.raises(ValueError, match="model must have fused experts.*LlamaForCausalLM has none"):
         offload_experts(build("llama"), 3)
 
@@ -135,11 +192,48 @@ def test_a_handle_is_removed_once():
 def test_moving_the_model():
     model = tiny_moe.build("mixtral")
     handle = offload_experts(model, 3)
-    for move in (lambda: model.to("meta"), model.half, model.float):
+    wanted = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    block = model.model.layers[1].mlp
+    parts = (model, model.model, model.model.layers, block, block.experts)
+    for move in (lambda: model.to("meta"), *(each for part in parts for each in (part.half, part.double))):
         with pytest.raises(RuntimeError, match="call handle.remove"):
             move()
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == wanted
+    model.model.layers[0].self_attn.to(model.dtype)  # holds no experts
     handle.remove()
+    model.model.double()
+    assert block.experts.down_proj.dtype == torch.float64
     model.float()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("part", ["", "model", "model.layers.1.mlp.experts"])
+def test_loading_experts_of_another_model(part, strict, assign):
+    model, other = tiny_moe.build("mixtral"), tiny_moe.build("mixtral")
+    for parameter in other.parameters():
+        parameter.data.mul_(1.5)
+    state, ids = other.get_submodule(part).state_dict(), tiny_moe.prompt()
+    with torch.no_grad():
+        wanted, handle = model(ids).logits, offload_experts(model, 3)
+        layer = 1 if part.endswith("experts") else 0
+        name = f"model.layers.{layer}.mlp.experts.gate_up_proj".removeprefix(part).lstrip(".")
+        with pytest.raises(RuntimeError, match=f"state_dict must be without the experts of this model.* got {name}$"):
+            model.get_submodule(part).load_state_dict(state, strict=strict, assign=assign)
+        assert torch.equal(model(ids).logits, wanted)
+        handle.remove()
+        model.load_state_dict(other.state_dict(), assign=assign)
+        assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_loading_all_but_experts():
+    model, other, ids = tiny_moe.build("mixtral"), tiny_moe.build("mixtral"), tiny_moe.prompt()
+    other.lm_head.weight.data.mul_(2)
+    state = {name: tensor for name, tensor in other.state_dict().items() if ".experts." not in name}
+    with torch.no_grad():
+        offload_experts(model, 3)
+        assert all(".experts." in name for name in model.load_state_dict(state, strict=False).missing_keys)
+        assert torch.equal(model(ids).logits, other(ids).logits)
 
 
 def test_gradients():
@@ -187,7 +281,7 @@ def test_pins():
     model = tiny_moe.build("mixtral")
     handle = offload_experts(model, 3)
     name = "model.layers.0.mlp.experts"
-    with pytest.raises(ValueError, match="pin must name one of the layers"):
+    with pytest.raises(ValueError, match=f"layer must be one of {', '.join(LAYERS)}, got .model.layers.9"):
         handle.pin("model.layers.9.mlp.experts", [0])
     with pytest.raises(ValueError, match="has experts 0 to 7, got .8."):
         handle.pin(name, [8])

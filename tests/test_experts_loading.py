@@ -276,9 +276,20 @@ def test_budget_below_one_expert(mixtral):
         load_with_expert_offload(mixtral[0], "10 KB", **QUIET)
 
 
-def test_io_is_checked(mixtral):
-    with pytest.raises(ValueError, match="io must be one of"):
-        load_with_expert_offload(mixtral[0], 3, io="fast", **QUIET)
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(path=None), TypeError, "path must be a folder or a name on the Hub, got None"),
+        (dict(io="fast"), ValueError, "io must be one of pread, direct, mmap, got 'fast'"),
+        (dict(device=None), ValueError, "device must be one of torch, as 'cpu' or 'cuda:0', got None"),
+        (dict(device="gpu"), ValueError, "device must be one of torch, as 'cpu' or 'cuda:0', got 'gpu'"),
+        (dict(model_class="Mixtral"), TypeError, "model_class must be a transformers class, got 'Mixtral'"),
+        (dict(offload=[1]), TypeError, r"offload must be arguments of offload_experts by name, got \[1\]"),
+    ],
+)
+def test_arguments(mixtral, change, error, message):
+    with pytest.raises(error, match=message):
+        load_with_expert_offload(**{**dict(path=mixtral[0], budget=3), **change}, **QUIET)
 
 
 def test_checkpoint_without_safetensors(mixtral, tmp_path):

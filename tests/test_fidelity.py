@@ -93,3 +93,26 @@ def test_order_of_rotations_on_smollm2(smollm2, capsys):
     mixed = [kl[name] for name in ("hadamard", "isoquant", "dense")]
     assert kl["none"] > kl["so3"] > kl["so4"] > 2 * max(mixed)
     assert max(mixed) < 1.5 * min(mixed)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(model="llama"), TypeError, "model must be a causal language model, got 'llama'"),
+        (dict(input_ids=[[1, 2]]), TypeError, r"input_ids must be a tensor \[batch, tokens\], got \[\[1, 2\]\]"),
+        (dict(input_ids=torch.zeros(1, 40)), ValueError, "input_ids must be integers, got torch.float32"),
+        (
+            dict(cache_factory=IsoQuantCache()),
+            TypeError,
+            "cache_factory must be a class of caches or a function that makes one",
+        ),
+        (dict(prefix_len=20.0), ValueError, "prefix_len must be from 1 to 39 for 40 tokens, got 20.0"),
+        (dict(progress=True), TypeError, "progress must be a function of an iterable, got True"),
+    ],
+)
+def test_arguments(change, error, message):
+    options = dict(
+        model=tiny_models.build("llama"), input_ids=tiny_models.prompt(1, 40), cache_factory=IsoQuantCache, prefix_len=20
+    )
+    with pytest.raises(error, match=message):
+        fidelity(**{**options, **change})

@@ -14,7 +14,7 @@ from torch_kvq import IsoQuantCache, backends, cli, ops
 from torch_kvq.backends import metal
 from torch_kvq.backends.metal import library, plan
 from torch_kvq.ops import reference
-from torch_kvq.ops.schemas import DENSE_NAMES, NAMES, NAMESPACE
+from torch_kvq.ops.schemas import DENSE_NAMES, FUSED_NAMES, NAMES, NAMESPACE
 
 FLOAT = torch.float32
 
@@ -62,7 +62,7 @@ def test_shaders_that_cannot_serve_are_an_error_if_asked_for(choose):
 def test_the_report_names_what_serves_each_operator(choose):
     choose(wanted="reference")
     report = backends.report()
-    assert [row.op for row in report.rows if row.device == "mps"] == list(NAMES)
+    assert [row.op for row in report.rows if row.device == "mps"] == [*NAMES, *FUSED_NAMES]
     assert report["attend", "mps"].served_by == "reference" and report["attend"].device == "cpu"
     assert "metal: KVQ_MPS=reference" in str(report)
     choose(available=False)

@@ -217,9 +217,12 @@ def test_a_report_is_a_table(capsys):
         (dict(prefix_len=150), "prefix_len must be from 152 .* to 299 for 300 tokens, got 150"),
         (dict(prefix_len=300), "got 300"),
         (dict(budgets=(0.1, 1.0)), "budgets must be between 0 and 1, shares of the tokens, got 1.0"),
-        (dict(num_queries=0), "num_queries must be at least 1, got 0"),
-        (dict(num_sinks=-1), "num_sinks must be at least 0, got -1"),
-        (dict(window_len=0), "window_len must be at least 1, got 0"),
+        (dict(budgets=("few",)), "budgets must be between 0 and 1, shares of the tokens, got 'few'"),
+        (dict(prefix_len=None), "prefix_len must be from 152 .* got None"),
+        (dict(num_queries=2.5), "num_queries must be an integer of at least 1, got 2.5"),
+        (dict(num_queries=0), "num_queries must be an integer of at least 1, got 0"),
+        (dict(num_sinks=-1), "num_sinks must be an integer of at least 0, got -1"),
+        (dict(window_len=0), "window_len must be an integer of at least 1, got 0"),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):

@@ -72,6 +72,17 @@ def test_short_contexts_are_not_indexed(mode):
     assert cache.stats.scanned_tokens == cache.stats.attend_calls == 0
 
 
+@pytest.mark.parametrize("store, packs", [("exact", False), ("host", False), ("isoquant", True)])
+def test_exact_tokens_do_not_count_as_compressed(store, packs):
+    model = tiny_models.build("llama", "sdpa")
+    cache = sparse(model.config, store=store)
+    forced_logits(model, cache, tiny_models.prompt(2, 150).split([110, *[1] * 40], 1))
+    layer = cache.layers[0]
+    indexed = len(cache.layers) * layer.keys_store.length
+    assert cache.stats.tokens_indexed == indexed > 0
+    assert cache.stats.tokens_compressed == packs * indexed and (cache.stats.compress_calls > 0) == packs
+
+
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("selection", ["group", "head"])
 def test_left_padding(attn, selection):

@@ -1,10 +1,11 @@
 """``torch-kvq doctor``: what this installation runs on, and whether it computes what it should."""
 
 import argparse
+import functools
 import platform
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import transformers
@@ -13,7 +14,7 @@ from . import backends
 from .caches.isoquant import IsoQuantCache
 from .codecs.isoquant import IsoQuantConfig
 from .layout import num_words
-from .ops import reference, sparse_reference
+from .ops import fused, reference, sparse_reference
 from .store import PackedStore
 
 SELFTEST_TOLERANCE = 1e-2
@@ -45,14 +46,19 @@ def _against_reference(name: str, arguments: tuple, *shapes: tuple[int, ...]) ->
     return _errors(name, arguments, [torch.empty(shape, device=device) for shape in shapes])[0]
 
 
+def _reference(name: str) -> Callable[..., None]:
+    if name in fused.PARTS:
+        return functools.partial(getattr(fused, name), parts=sparse_reference)
+    return getattr(reference if hasattr(reference, name) else sparse_reference, name)
+
+
 def _errors(name: str, arguments: tuple, outs: list[torch.Tensor]) -> list[float]:
     """Error of every output of operator ``name``; what the reference gives is left in ``outs``."""
-    module = reference if hasattr(reference, name) else sparse_reference
     for out in outs:
         out.fill_(torch.nan if out.is_floating_point() else -1)
     ours, wanted = [out.clone() for out in outs], [out.cpu().clone() for out in outs]
     getattr(torch.ops.torch_kvq, name)(*arguments, *ours)
-    getattr(module, name)(*_on_cpu(arguments), *wanted)
+    _reference(name)(*_on_cpu(arguments), *wanted)
     for out, right in zip(outs, wanted):
         out.copy_(right)
     return [_error(mine.cpu(), right) for mine, right in zip(ours, wanted)]
@@ -77,7 +83,8 @@ def _sparse_rows(query: torch.Tensor, keys: torch.Tensor, tensors: list[torch.Te
     scores, lse = new(*rows, tokens), new(*rows)
     yield row("sign_scores", (planes, terms, *index, dim, scale, 0), scores)
     indices, count = new(batch, heads, tokens, dtype=torch.int32), new(batch, heads, dtype=torch.int32)
-    yield row("top_p_select", (scores, lse.fill_(1.0), None, None, 0.5), indices, count)
+    yield row("sign_top_p_select", (planes, terms, *index, dim, scale, 0, lse.fill_(1.0), 0.5), scores, indices, count)
+    yield row("top_p_select", (scores, lse, None, None, 0.5), indices, count)
     count.fill_(int(count.min()))
     selected = indices[..., : int(count[0, 0])].contiguous(), count
     yield row("qk_selected", (query, tensors, *selected, scale), new(*rows, selected[0].shape[-1]))
@@ -142,8 +149,9 @@ def doctor(selftest: bool, devices: list[str]) -> int:
     print(f"torch_kvq on {platform.system()} {platform.machine()}, Python {platform.python_version()}")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
     print(f"CPU kernels: {backends.cpu_isa()}")
-    if torch.cuda.is_available():
-        print(f"CUDA kernels: {backends.cuda.served_by()}, for {torch.cuda.get_device_name()}")
+    missing = backends.cuda.no_device()
+    used = f"none in use, {missing}" if missing else f"{backends.cuda.served_by()}, for {torch.cuda.get_device_name()}"
+    print(f"CUDA kernels: {used}; {backends.cuda.build()}")
     if torch.backends.mps.is_available():
         print(f"MPS kernels: {backends.metal.served_by()}, macOS {platform.mac_ver()[0]}")
     print()

@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from ..ops.fused import PARTS
 from ..ops.schemas import NAMES, NAMESPACE
 from . import cuda, metal, native
 from .native import cpu_isa
@@ -14,7 +15,8 @@ __all__ = ["Report", "Row", "cpu_isa", "cuda", "metal", "native", "report"]
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One operator on one device. ``served_by`` on the CPU an instruction set, that of 16-bit queries too where it is another,
-    on CUDA ``native`` or ``triton``, on MPS ``metal``, or ``reference`` on each; ``skipped`` name to reason."""
+    on CUDA ``native`` or ``triton``, on MPS ``metal``, or ``reference`` on each; or, of an operator that is several others in
+    one, these others. ``skipped`` name to reason."""
 
     op: str
     device: str
@@ -71,7 +73,12 @@ def _mps_row(op: str) -> Row:
 
 def report() -> Report:
     """What serves each operator on the CPU, and on CUDA and MPS devices if there are any, and why nothing faster does."""
-    rows = [_cpu_row(op) for op in NAMES]
-    rows += map(_cuda_row, NAMES) if torch.cuda.is_available() else ()
-    rows += map(_mps_row, NAMES) if torch.backends.mps.is_available() else ()
+    devices = [(_cpu_row, "CPU")]
+    devices += [(_cuda_row, "CUDA")] if torch.cuda.is_available() else []
+    devices += [(_mps_row, "MPS")] if torch.backends.mps.is_available() else []
+    rows = []
+    for row, key in devices:
+        rows += map(row, NAMES)
+        for op, parts in PARTS.items():
+            rows.append(row(op) if _has_kernel(op, key) else Row(op, key.lower(), " + ".join(parts), {}))
     return Report(tuple(rows))

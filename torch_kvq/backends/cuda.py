@@ -1,12 +1,14 @@
 """Chooses what serves CUDA devices: the compiled kernels, else their Triton twin, else the pure-torch reference.
 
 ``KVQ_CUDA`` overrides the choice: ``native``, ``triton`` or ``reference``. One of them is registered and no more, because of
-two kernels for one dispatch key the later wins in silence.
+two kernels for one dispatch key the later wins in silence. To ask for kernels where there is no CUDA device is an error.
 """
 
 import ctypes
 import dataclasses
+import mmap
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_lib" / "libkvq_cuda.so"
 VARIABLE = "KVQ_CUDA"
+NOT_BUILT = f"the kernels were not built ({LIBRARY.name} is missing)"
 NATIVE, TRITON, REFERENCE = CHOICES = ("native", "triton", "reference")  # fastest first
 LEAST_CAPABILITY = (8, 0)
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
@@ -43,10 +46,29 @@ def load() -> str:
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", *CHOICES):
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, got {wanted!r}")
-    _state.attempted = True
-    if torch.cuda.is_available():
+    if not (missing := no_device()):
+        _state.attempted = True
         _choose(wanted)
+    elif wanted in (NATIVE, TRITON):
+        raise RuntimeError(f"{VARIABLE}={wanted} cannot be: {missing}")
+    _state.attempted = True
     return _state.served_by
+
+
+def no_device() -> str:
+    """Why there is no CUDA device to serve, or an empty string."""
+    if torch.cuda.is_available():
+        return ""
+    return "no CUDA device is visible" if torch.backends.cuda.is_built() else "this torch is without CUDA"
+
+
+def build() -> str:
+    """What was built for CUDA devices, in words; the library need not be one that loads here."""
+    if not LIBRARY.exists():
+        return NOT_BUILT
+    with LIBRARY.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        archs = re.search(rb"KVQ_CUDA_ARCHS=([\w,+]+)\0", content)
+        return f"{LIBRARY.name} was built {f'with {archs[0][:-1].decode()}' if archs else 'for GPUs that it does not name'}"
 
 
 def _choose(wanted: str) -> None:
@@ -95,7 +117,7 @@ def load_native(library: Path | None = None) -> str:
     if torch.version.hip is not None:
         return "this torch is for ROCm"
     if not library.exists():
-        return f"the kernels were not built ({library.name} is missing)"
+        return NOT_BUILT
     capability = least_capability()
     if capability is not None and capability < LEAST_CAPABILITY:
         return "compute capability {}.{} is below {}.{}".format(*capability, *LEAST_CAPABILITY)

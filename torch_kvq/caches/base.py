@@ -7,6 +7,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
+from ..checks import check_count
+from .checks import as_rows
 from .discovery import config_of_caller, generation_options, make_layers
 from .layer import CompressedLayer, check_crop, is_plain
 from .owner import Ownership
@@ -140,6 +142,8 @@ class CompressedCache(Cache):
                 stacklevel=2,
             )
         self._ownership.check_whole()
+        if not isinstance(layer_idx, int) or layer_idx < 0:
+            raise ValueError(f"layer_idx must be the index of a layer, got {layer_idx!r}")
         if self._is_bound and layer_idx >= len(layers) > 0:
             raise ValueError(f"config must be that of the model: it has {len(layers)} layers, got layer_idx {layer_idx}")
         try:
@@ -180,6 +184,31 @@ class CompressedCache(Cache):
                 check_crop(tokens_to_remove, layer.get_seq_length(), index)
         for layer in sorted(self.layers, key=is_plain):  # others may refuse
             layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Sequence ``beam_idx[i]`` takes place ``i``.
+
+        Raises:
+            ValueError: ``beam_idx`` is no vector of integers; nothing was changed.
+        """
+        super().reorder_cache(as_rows("beam_idx", beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence ``repeats`` times, one after another.
+
+        Raises:
+            ValueError: ``repeats`` is no integer of at least 1; nothing was changed.
+        """
+        check_count("repeats", repeats, 1)
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these sequences, in this order; a list and a mask of bools are taken, too.
+
+        Raises:
+            ValueError: ``indices`` is no vector of integers or bools; nothing was changed.
+        """
+        super().batch_select_indices(as_rows("indices", indices))
 
     def reset(self) -> None:
         """Forgets all tokens. The next call may come from another model, unless ``config`` was given."""

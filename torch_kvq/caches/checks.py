@@ -1,6 +1,7 @@
 """What ``update`` refuses, before anything is changed."""
 
 import math
+import reprlib
 
 import torch
 
@@ -67,6 +68,20 @@ def _check_same(layer, name: str, held: torch.Tensor, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must keep dtype {held.dtype} of layer {layer.index}, got {x.dtype}")
     if x.device != held.device:
         raise ValueError(f"{name} must stay on {held.device} with layer {layer.index}, got {x.device}")
+
+
+def as_rows(name: str, x: torch.Tensor | list | tuple) -> torch.Tensor:
+    """A vector of integers or bools, by which sequences of a batch are chosen.
+
+    Raises:
+        ValueError: ``x`` is something else.
+    """
+    if isinstance(x, list | tuple) and all(isinstance(each, int) for each in x):
+        x = torch.tensor(x, dtype=None if x else torch.long)
+    if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.is_floating_point() or x.is_complex():
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else reprlib.repr(x)
+        raise ValueError(f"{name} must be a vector of integers, one a sequence, got {got}")
+    return x
 
 
 def is_finite(x: torch.Tensor) -> bool:

@@ -129,6 +129,11 @@ class CompressedLayer(CacheLayerMixin):
         sinks: ``keys [B, H, N, D]``, ``values [B, H, N, Dv]``, which count where ``valid [B, N]`` (all if ``None``)."""
         raise NotImplementedError
 
+    def count_packed(self, tokens: int) -> None:
+        """That many tokens a sequence went from the exact ones into the body."""
+        self.stats.compress_calls += 1
+        self.stats.tokens_compressed += tokens
+
     def reason(self) -> str:
         """What the layer does, for the report."""
         raise NotImplementedError
@@ -239,8 +244,7 @@ class CompressedLayer(CacheLayerMixin):
             raise
         del keys, values
         self.exact.drop(sinks, stop, self.settings.exact_len)
-        self.stats.compress_calls += 1
-        self.stats.tokens_compressed += tokens
+        self.count_packed(tokens)
         self._account()
 
     def _learn(self) -> None:

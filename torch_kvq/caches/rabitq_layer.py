@@ -45,6 +45,11 @@ class RaBitQLayer(CompressedLayer):
             return PackedStore(codec, False, batch, heads, dim, x.device, centre, balance, capacity)
         return RowStore(x.dtype, batch, heads, dim, x.device, self.settings.store == "host", capacity)
 
+    def count_packed(self, tokens: int) -> None:
+        self.stats.tokens_indexed += tokens
+        if self.settings.store == "isoquant":
+            super().count_packed(tokens)
+
     def reason(self) -> str:
         settings = self.settings
         kind = f"K{settings.k_bits} V{settings.v_bits}" if settings.store == "isoquant" else settings.store

@@ -4,33 +4,17 @@ import dataclasses
 import functools
 
 from ..attention.sparse import SparseOptions
+from ..checks import check_choice, check_count, check_flag
 from ..codecs.codebook import check_bits
 from ..codecs.isoquant import IsoQuantConfig
 from ..codecs.rabitq import RaBitQConfig
 from ..codecs.rotation import MAX_SEED, check_kind
+from ..ops.schemas import SCALE_RULES
 
 PREFILL_MODES = ("auto", "layerwise", "deferred")
 STORES = ("exact", "isoquant", "host")
 SELECTIONS = ("group", "head")
 MIN_STATISTICS_LEN = 64
-
-
-def check_count(name: str, value: int, least: int) -> None:
-    """Raises ``ValueError`` unless ``value`` is an integer of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def check_flag(name: str, value: bool) -> None:
-    """Raises ``ValueError`` unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ``ValueError`` unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +72,8 @@ class IsoQuantSettings(LayerSettings):
         check_bits("k_bits", self.k_bits)
         check_bits("v_bits", self.v_bits)
         super().__post_init__()
-        self.key_codec, self.value_codec  # noqa: B018  checks scales
+        for name in ("k_scale", "v_scale"):
+            check_choice(name, getattr(self, name), SCALE_RULES)
 
     @property
     def key_codec(self) -> IsoQuantConfig:

@@ -14,6 +14,8 @@ class SparseStats(CacheStats):
     """What ``CacheStats`` counts, and what selection does. Reading a count that depends on the selection waits for the device.
 
     Attributes:
+        tokens_indexed: tokens a sequence that the index took in; ``tokens_compressed`` counts them only where
+            ``store="isoquant"`` packs them, the other stores keep them exact.
         select_calls: attention calls that selected tokens; the others among ``attend_calls`` read all.
         scanned_tokens: tokens whose signs were read, summed over calls, sequences and selections (kv heads, or query heads
             where each selects for itself).
@@ -21,6 +23,7 @@ class SparseStats(CacheStats):
         kept_mass: with ``audit``, mean true share of attention that sinks, window and selected tokens held; else ``None``.
     """
 
+    tokens_indexed: int = 0
     select_calls: int = 0
     scanned_tokens: int = 0
     index_bytes_read: int = 0

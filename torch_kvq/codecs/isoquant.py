@@ -5,6 +5,7 @@ import functools
 
 import torch
 
+from ..checks import check_choice
 from ..ops.schemas import SCALE_RULES
 from .codebook import check_bits, grid_levels
 from .rotation import Rotation, check_kind, make_rotation
@@ -35,8 +36,7 @@ class IsoQuantConfig:
     def __post_init__(self) -> None:
         check_bits("bits", self.bits)
         check_kind("rotation", self.rotation)
-        if self.scale not in SCALE_RULES:
-            raise ValueError(f"scale must be one of {', '.join(SCALE_RULES)}, got {self.scale!r}")
+        check_choice("scale", self.scale, SCALE_RULES)
 
     @property
     def rule(self) -> int:

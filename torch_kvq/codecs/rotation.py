@@ -16,6 +16,7 @@ import math
 
 import torch
 
+from ..checks import check_choice
 from ..layout import MAX_HEAD_DIM
 from ..ops.reference import largest_power_of_two
 
@@ -139,8 +140,7 @@ def check_head_dim(name: str, head_dim: int) -> None:
 
 def check_kind(name: str, kind: str) -> None:
     """Raises ``ValueError`` unless ``kind`` is a key of ``KINDS``."""
-    if kind not in KINDS:
-        raise ValueError(f"{name} must be one of {', '.join(KINDS)}, got {kind!r}")
+    check_choice(name, kind, KINDS)
 
 
 @functools.cache

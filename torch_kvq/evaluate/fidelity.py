@@ -8,6 +8,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from .._requirements import cache_keyword
+from ..checks import check_callable
+from .checks import check_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +66,15 @@ def fidelity(
         progress: wraps the iterable of decode steps, ``tqdm.tqdm`` for a bar.
 
     Raises:
-        ValueError: prefix_len out of range, input_ids not ``[B, T]``, a model in training mode.
+        ValueError, TypeError: prefix_len out of range, input_ids not ``[B, T]``, a model in training mode.
         RuntimeError: the cache has counters and no packed token was read, so the figures would compare exact with exact.
     """
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids must be [batch, tokens], got shape {tuple(input_ids.shape)}")
-    if getattr(model, "training", False):
-        raise ValueError("model must be in eval mode, its dropout would count as error of the cache: call model.eval()")
+    check_inputs(model, input_ids)
+    check_callable("cache_factory", cache_factory, "a class of caches or a function that makes one")
+    if progress is not None:
+        check_callable("progress", progress, "a function of an iterable")
     total = input_ids.shape[1]
-    if not 1 <= prefix_len < total:
+    if not isinstance(prefix_len, int) or not 1 <= prefix_len < total:
         raise ValueError(f"prefix_len must be from 1 to {total - 1} for {total} tokens, got {prefix_len}")
     exact = _log_probs(model, input_ids[:, :-1], DynamicCache(config=model.config), total - prefix_len)
     cache = cache_factory()

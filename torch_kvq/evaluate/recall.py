@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..checks import check_count, check_type
 from .capture import LayerStates, Places, capture
+from .checks import check_inputs
 from .recall_report import Recall, RecallReport
 from .selectors import Selector, default_selectors
 from .selectors.quest import PAGE_LEN
@@ -35,8 +37,8 @@ def attention_recall(
         num_sinks, window_len: first and last tokens that are read in any case.
 
     Raises:
-        ValueError: input_ids not ``[B, T]``, an argument out of range, a model in training mode or without a layer of full
-            attention.
+        ValueError, TypeError: input_ids not ``[B, T]``, an argument out of range, a model in training mode or without a
+            layer of full attention.
     """
     _check(model, input_ids, prefix_len, budgets, num_queries, num_sinks, window_len)
     total = input_ids.shape[1]
@@ -115,18 +117,15 @@ def _read(states: LayerStates, chosen: list[torch.Tensor]) -> list[tuple[torch.T
 
 
 def _check(model, input_ids, prefix_len, budgets, num_queries, num_sinks, window_len) -> None:
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids must be [batch, tokens], got shape {tuple(input_ids.shape)}")
-    if getattr(model, "training", False):
-        raise ValueError("model must be in eval mode: call model.eval()")
+    check_inputs(model, input_ids)
     for name, value, least in (("num_queries", num_queries, 1), ("num_sinks", num_sinks, 0), ("window_len", window_len, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_count(name, value, least)
     least, total = num_sinks + window_len + PAGE_LEN, input_ids.shape[1]
-    if not least <= prefix_len < total:
+    if not isinstance(prefix_len, int) or not least <= prefix_len < total:
         raise ValueError(
             f"prefix_len must be from {least} (sinks, window and a page) to {total - 1} for {total} tokens, got {prefix_len}"
         )
+    check_type("budgets", budgets, Sequence, "a sequence of shares")
     for budget in budgets:
-        if not 0 < budget < 1:
-            raise ValueError(f"budgets must be between 0 and 1, shares of the tokens, got {budget}")
+        if not isinstance(budget, int | float) or not 0 < budget < 1:
+            raise ValueError(f"budgets must be between 0 and 1, shares of the tokens, got {budget!r}")

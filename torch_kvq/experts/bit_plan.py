@@ -1,13 +1,16 @@
 """``plan_bits``: bits of each weight by its role, raised where activations have heavy tails."""
 
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ..checks import check_number, check_type
 from .budget import Budget
 from .codec import FIELDS, ExpertCodec
 from .families import expert_tensors
@@ -114,15 +117,15 @@ def plan_bits(
         threshold: default 3.0.
 
     Raises:
-        ValueError: no batches, or bits that are not 2, 3, 4 or 8.
+        ValueError, TypeError: no batches, one that is not in a list, or bits that are not 2, 3, 4 or 8; named.
     """
+    check_type("base", base, (Mapping, NoneType), "bits by role")
+    check_number("threshold", threshold)
     base = {**BASE, **(base or {})}
     for role, bits in base.items():
         if role not in BASE or bits not in FIELDS:
             raise ValueError(f"base must have bits among {list(FIELDS)} for roles among {list(BASE)}, got {role!r}: {bits!r}")
-    batches = list(batches)
-    if not batches:
-        raise ValueError("batches must hold at least one batch of token ids, got none")
+    batches = checked_batches(batches)
     roles = roles_of(model)
     moments = measure(model, {name: module for name, (role, module) in roles.items() if role != "keep"}, batches)
     rows = {}
@@ -140,6 +143,28 @@ def plan_bits(
     planned = {id(parameter) for name in rows for parameter in weights_of(*roles[name])}
     kept = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in planned)
     return BitPlan(model, rows, kept, batches)
+
+
+def checked_batches(batches: Iterable[Batch]) -> list[Batch]:
+    """Batches that a model can be run on, as a list.
+
+    Raises:
+        TypeError, ValueError: no batches, or not of token ids.
+    """
+    if isinstance(batches, torch.Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be a list, as [input_ids], got {reprlib.repr(batches)}")
+    batches = list(batches)
+    if not batches:
+        raise ValueError("batches must hold at least one batch of token ids, got none")
+    for index, batch in enumerate(batches):
+        check_type(f"batches[{index}]", batch, (torch.Tensor, Mapping), "token ids [B, T] or keyword arguments of the model")
+        tensors = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        for name, x in tensors.items():
+            check_type(f"batches[{index}], {name},", x, torch.Tensor, "a tensor")
+        ids = tensors.get("input_ids")
+        if ids is not None and (ids.dim() != 2 or ids.is_floating_point() or not ids.numel()):
+            raise ValueError(f"batches[{index}] must have token ids [B, T], got {ids.dtype} {list(ids.shape)}")
+    return batches
 
 
 def weights_of(role: str, module: nn.Module) -> list[torch.Tensor]:

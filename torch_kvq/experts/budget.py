@@ -22,7 +22,7 @@ def parse_bytes(name: str, text: str) -> int:
     Raises:
         ValueError: another text; ``name`` is the argument's.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text) if isinstance(text, str) else None
     if match is None or match[2].upper() not in UNITS:
         raise ValueError(f"{name} must be a size such as '8GiB' or '500MB', got {text!r}")
     return int(float(match[1]) * UNITS[match[2].upper()])

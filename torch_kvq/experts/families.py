@@ -8,6 +8,7 @@ relies on that contract and on no family's name; the families that break it are 
 import torch
 from torch import nn
 
+from ..checks import check_type
 from .spec import ExpertSpec
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -22,7 +23,9 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
     Raises:
         NotImplementedError: a family whose experts cannot be offloaded, named. ValueError: there are no experts.
+        TypeError: no model.
     """
+    check_type("model", model, nn.Module, "a transformers model")
     found = {}
     for name, module in model.named_modules():
         kind = type(module).__name__

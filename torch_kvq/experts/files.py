@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 import numpy
 import torch
 
+from ..checks import check_choice
+
 PAGE = 4096
 MOST_COPIED = 1 << 22  # bytes that one read brings into a buffer
 
@@ -186,8 +188,7 @@ class WeightFiles:
     """
 
     def __init__(self, io: str) -> None:
-        if io not in READERS:
-            raise ValueError(f"io must be one of {list(READERS)}, got {io!r}")
+        check_choice("io", io, READERS)
         self.io, self.alignment = io, READERS[io].alignment
         self._files: dict[str, WeightFile] = {}
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..checks import check_number
 from .bit_plan import Batch, run
 
 MAX_TOKENS = 256
@@ -23,8 +24,8 @@ class Gate:
     max_delta_nll: float
 
     def __post_init__(self) -> None:
-        if not self.max_error > 0 or not self.max_delta_nll > 0:
-            raise ValueError(f"gate must have positive limits, got {self.max_error} and {self.max_delta_nll}")
+        check_number("max_error", self.max_error, 0)
+        check_number("max_delta_nll", self.max_delta_nll, 0)
 
 
 @dataclass

@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from itertools import accumulate, chain
 
 import torch
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ..checks import check_choice
 from .budget import Budget
 from .families import expert_tensors
 from .hook import MissingExpertsHook
@@ -16,6 +19,11 @@ from .stats import OffloadStats
 from .store import ExpertStore, HostStore
 
 _MOVED = "the experts of this model are offloaded: move or convert it before offload_experts, or call handle.remove() first"
+
+_LOADED = (
+    "state_dict must be without the experts of this model, which are offloaded: call handle.remove(), load it and offload "
+    "them again, got {}"
+)
 
 
 class OffloadHandle:
@@ -30,6 +38,7 @@ class OffloadHandle:
     ) -> None:
         self.model, self.modules, self.stores, self.budget = model, modules, stores, budget
         self.pools: dict[str, ExpertPool] = {}
+        self._hooks: list[RemovableHandle] = []
         self._trainable = {name: next(iter(expert_tensors(module).values())).requires_grad for name, module in modules.items()}
         self._device_map = getattr(model, "hf_device_map", None)
 
@@ -47,11 +56,26 @@ class OffloadHandle:
                 module._parameters.update(self._at_home(name, devices[name]))
 
     def attach(self) -> None:
-        """Tell the model, transformers' ``save_pretrained`` and whoever would move the model."""
+        """Tell the model, transformers' ``save_pretrained`` and whoever would move, convert or load into it."""
         main = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
         self.model.hf_device_map = {**(self._device_map or {"": str(main)}), **dict.fromkeys(self.modules, "disk")}
-        self.model.__dict__["_apply"] = refuse_move
+        for module in self._enclosing():
+            module.__dict__["_apply"] = refuse_move
+            self._hooks.append(module.register_load_state_dict_pre_hook(self._refuse_experts))
         self.model.expert_offload = self
+
+    def _enclosing(self) -> list[nn.Module]:
+        """The model, the modules with experts and all between: what happens to one of them happens to experts."""
+        paths = (accumulate(name.split("."), "{}.{}".format) for name in self.modules)
+        return [self.model.get_submodule(name) for name in dict.fromkeys(["", *chain(*paths)])]
+
+    def _refuse_experts(self, module: nn.Module, state_dict: Mapping[str, torch.Tensor], prefix: str, *rest) -> None:
+        """Before ``module`` or anything in it is loaded from ``state_dict``, where it is called ``prefix``."""
+        for name, inner in module.named_modules(prefix=prefix.rstrip(".")):
+            if inner in self.modules.values():
+                found = [key for key in (f"{name}.{own}".lstrip(".") for own in expert_tensors(inner)) if key in state_dict]
+                if found:
+                    raise RuntimeError(_LOADED.format(found[0]))
 
     def stats(self) -> OffloadStats:
         """Counters since the beginning or :meth:`reset_stats`, in all and by layer."""
@@ -81,10 +105,9 @@ class OffloadHandle:
         """Load experts of a layer and keep them resident.
 
         Raises:
-            ValueError: no such layer or expert, or its pool would be left without a free slot.
+            ValueError: no such layer or expert, or its pool would be left without a free slot. TypeError: no integers.
         """
-        if layer not in self.pools:
-            raise ValueError(f"pin must name one of the layers {list(self.pools)}, got {layer!r}")
+        check_choice("layer", layer, self.pools)
         self.pools[layer].pin(layer, experts)
 
     def remove(self, load: bool = True, close: bool = True) -> None:
@@ -112,7 +135,11 @@ class OffloadHandle:
             elif not load:
                 add_hook_to_module(module, MissingExpertsHook(name))
             module._parameters.update(loaded.pop(name, {}))
-        for attribute in ("_apply", "expert_offload", "hf_device_map"):
+        for module in self._enclosing():
+            module.__dict__.pop("_apply", None)
+        for hook in self._hooks:
+            hook.remove()
+        for attribute in ("expert_offload", "hf_device_map"):
             self.model.__dict__.pop(attribute, None)
         if self._device_map is not None:
             self.model.hf_device_map = self._device_map
@@ -129,7 +156,7 @@ class OffloadHandle:
 
 
 def refuse_move(*args, **kwargs):
-    """In place of ``model._apply``, through which ``to``, ``cuda``, ``half`` and the like go."""
+    """In place of ``_apply`` of a module, through which ``to``, ``cuda``, ``half`` and the like go."""
     raise RuntimeError(_MOVED)
 
 

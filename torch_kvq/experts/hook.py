@@ -8,13 +8,22 @@ from accelerate.hooks import ModelHook
 from accelerate.utils import send_to_device
 from torch import nn
 
+from ..checks import check_callable, check_choice, check_flag, check_type
 from .families import check_module, expert_tensors, implementation
 from .paged import GatheredParameter, GroupedParameter, PagedParameter
-from .pool import ExpertPool
+from .pool import ExpertPool, experts_of
 from .store import StoredWeights
 from .waves import Remap, Routing, make_waves, run_waves, weighted_sum
 
 Predictor = Callable[[str, torch.Tensor], Mapping[str, list[int]]]
+
+
+def check_hook_options(overlap: bool | None, predictor: Callable | None) -> None:
+    """Raises for an ``overlap`` that is no bool, and a ``predictor`` that cannot be called, where they are given."""
+    if overlap is not None:
+        check_flag("overlap", overlap)
+    if predictor is not None:
+        check_callable("predictor", predictor, "callable")
 
 
 class MissingExpertsHook(ModelHook):
@@ -45,6 +54,9 @@ class ExpertOffloadHook(ModelHook):
             later calls may need. Off by default. Its pool must have slots for guesses.
         pools: of all layers, for the predictor's answers.
         inner: the accelerate hook that was there; its device handling is kept.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind, named.
     """
 
     def __init__(
@@ -57,6 +69,9 @@ class ExpertOffloadHook(ModelHook):
         pools: Mapping[str, ExpertPool] | None = None,
         inner: ModelHook | None = None,
     ) -> None:
+        check_type("pool", pool, ExpertPool, "an ExpertPool")
+        check_choice("layer", layer, pool.layers)
+        check_hook_options(overlap, predictor)
         self.pool, self.layer, self.predictor, self.inner = pool, layer, predictor, inner
         self.device = pool.loader.device
         self.overlap = self.device.type == "cuda" if overlap is None else overlap
@@ -207,7 +222,11 @@ class ExpertOffloadHook(ModelHook):
         return self._experts(hidden_states, slots, weights)
 
     def _guess(self, hidden_states: torch.Tensor) -> None:
-        for layer, experts in self.predictor(self.layer, hidden_states).items():
+        answer = self.predictor(self.layer, hidden_states)
+        check_type("answer of predictor", answer, Mapping, "experts by layer name")
+        for layer, experts in answer.items():
+            check_choice("predictor: a layer", layer, self.pools)
             pool = self.pools[layer]
+            experts = experts_of("predictor", layer, experts, pool.store.num_experts(layer))
             with pool.lock:
                 pool.guess(layer, experts)

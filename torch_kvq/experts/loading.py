@@ -1,15 +1,20 @@
 """``load_with_expert_offload``: a model whose experts are never read at load."""
 
 import os
+import reprlib
+from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
+from ..checks import check_choice, check_type
 from .budget import Budget, divide
 from .checkpoint import checkpoint_store, checkpoint_tensors
 from .families import check_module, expert_tensors, find_experts
+from .files import READERS
 from .offload import offload_experts
 from .spec import ExpertSpec
 
@@ -40,9 +45,14 @@ def load_with_expert_offload(
         kwargs: go to ``from_pretrained``.
 
     Raises:
-        NotImplementedError: experts that cannot be offloaded or read in place, named. ValueError: an argument out of range,
-            a file that is truncated. FileNotFoundError: no safetensors checkpoint.
+        NotImplementedError: experts that cannot be offloaded or read in place, named. ValueError, TypeError: an argument out of
+            range, a file that is truncated. FileNotFoundError: no safetensors checkpoint.
     """
+    check_type("path", path, (str, os.PathLike), "a folder or a name on the Hub")
+    check_type("model_class", model_class, (type, NoneType), "a transformers class")
+    check_type("offload", offload, (Mapping, NoneType), "arguments of offload_experts by name")
+    check_choice("io", io, READERS)
+    device = checked_device(device)
     folder = local_folder(path)
     stored = checkpoint_tensors(folder)
     config = kwargs.pop("config", None) or transformers.AutoConfig.from_pretrained(folder)
@@ -71,6 +81,14 @@ def load_with_expert_offload(
             modules[name]._parameters[key] = nn.Parameter(tensor, requires_grad=False)
     offload_experts(model, budget, stores=dict.fromkeys(specs, store), **(offload or {}))
     return model
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """Raises ``ValueError`` for what is no device."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"device must be one of torch, as 'cpu' or 'cuda:0', got {reprlib.repr(device)}") from error
 
 
 def local_folder(path: str | os.PathLike) -> str:

@@ -1,19 +1,23 @@
 """``offload_experts``: a model's experts out of the way, under a budget."""
 
 from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
+from ..checks import check_choice, check_count, check_type
 from .budget import Budget, divide, make_slabs
 from .families import check_module, expert_tensors, find_experts
+from .files import READERS
 from .folder import offloaded_store
 from .handle import OffloadHandle
-from .hook import ExpertOffloadHook, MissingExpertsHook, Predictor
+from .hook import ExpertOffloadHook, MissingExpertsHook, Predictor, check_hook_options
 from .loader import HostLoader, Loader
 from .pinned_store import PinnedStore
-from .pool import ExpertPool
+from .policy import policy_class
+from .pool import ExpertPool, experts_of
 from .slots import slot_bytes
 from .store import ExpertStore, HostStore
 
@@ -64,11 +68,9 @@ def offload_experts(
     for name, module in modules.items():
         check_module(name, module)
         check_hook(name, module)
-    for argument, value in (("num_guesses", num_guesses), ("threads", threads)):
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{argument} must be an int of at least 0, got {value!r}")
-    if predictor is not None and num_guesses < 1:
-        raise ValueError(f"num_guesses must be at least 1 with a predictor, got {num_guesses}")
+    check_options(policy, io, threads, overlap, predictor, num_guesses)
+    pins = pins_of(modules, pin)
+    check_stores(modules, stores)
     devices = {name: execution_device(model, module) for name, module in modules.items()}
     is_own = stores is None
     stores = stores_of(modules, devices, io) if is_own else dict(stores)
@@ -77,6 +79,7 @@ def offload_experts(
         handle.leave_device()  # before slots are made, so that both need never fit
         handle.pools = pools = make_pools(stores, devices, budget, policy, threads, num_guesses)
         guess = predictor(model) if predictor is not None else None
+        check_hook_options(overlap, guess)
     except BaseException:
         handle.return_to_device(devices)
         raise
@@ -92,12 +95,40 @@ def offload_experts(
         add_hook_to_module(module, hook)
     handle.attach()
     try:
-        for name, experts in (pin or {}).items():
+        for name, experts in pins.items():
             handle.pin(name, experts)
     except BaseException:
         handle.remove(load=is_own)
         raise
     return handle
+
+
+def check_options(policy, io, threads, overlap, predictor, num_guesses) -> None:
+    """The options of ``offload_experts`` that concern no layer."""
+    policy_class(policy)
+    check_choice("io", io, READERS)
+    check_count("threads", threads, 0)
+    check_hook_options(overlap, predictor)
+    check_count("num_guesses", num_guesses, 0)
+    if predictor is not None and num_guesses < 1:
+        raise ValueError(f"num_guesses must be at least 1 with a predictor, got {num_guesses}")
+
+
+def pins_of(modules: Mapping[str, nn.Module], pin: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
+    """``pin`` of ``offload_experts``, checked."""
+    check_type("pin", pin, (Mapping, NoneType), "experts by layer name")
+    for name in pin or ():
+        check_choice("pin: a layer", name, modules)
+    return {name: experts_of("pin", name, experts, modules[name].num_experts) for name, experts in (pin or {}).items()}
+
+
+def check_stores(modules: Mapping[str, nn.Module], stores: Mapping[str, ExpertStore] | None) -> None:
+    """Raises unless ``stores`` is ``None`` or has a store for every layer and no other."""
+    check_type("stores", stores, (Mapping, NoneType), "stores by layer name")
+    if stores is not None and set(stores) != set(modules):
+        raise ValueError(f"stores must be of the layers {list(modules)}, got {list(stores)}")
+    for name, store in (stores or {}).items():
+        check_type(f"stores[{name!r}]", store, ExpertStore, "an ExpertStore")
 
 
 def check_hook(name: str, module: nn.Module) -> None:

@@ -44,17 +44,17 @@ class LFU(LRU):
         return sorted(self._keys, key=self._uses.__getitem__)
 
 
+METHODS = ("insert", "touch", "remove", "victims")
 POLICIES = {"lru": LRU, "lfu": LFU}
 
 
-def make_policy(policy: str | type) -> LRU:
-    """A new policy by name or class.
+def policy_class(policy: str | type) -> type:
+    """A policy class by its name or itself.
 
     Raises:
-        ValueError: a name that is not in ``POLICIES``.
+        ValueError: neither a name in ``POLICIES`` nor a class with the four methods.
     """
-    if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {sorted(POLICIES)} or a policy class, got {policy!r}")
-        policy = POLICIES[policy]
-    return policy()
+    found = POLICIES.get(policy) if isinstance(policy, str) else policy
+    if not isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in METHODS):
+        raise ValueError(f"policy must be one of {sorted(POLICIES)} or a class with {', '.join(METHODS)}, got {policy!r}")
+    return found

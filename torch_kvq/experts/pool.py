@@ -1,13 +1,15 @@
 """The slots that resident experts live in, and which expert is in which."""
 
+import reprlib
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import index
 
 from .loader import Load, Loader
-from .policy import make_policy
+from .policy import policy_class
 from .slots import Residues, Slots
 from .spec import ExpertSpec
 from .stats import LayerStats
@@ -55,6 +57,21 @@ class Ticket:
             pass
 
 
+def experts_of(argument: str, layer: str, experts: Iterable[int], count: int) -> list[int]:
+    """Experts of a layer that has ``count``.
+
+    Raises:
+        ValueError: one that does not exist. TypeError: no integers. Both name ``argument``.
+    """
+    try:
+        found = [index(expert) for expert in experts]
+    except TypeError:
+        raise TypeError(f"{argument} must have experts of {layer} as integers, got {reprlib.repr(experts)}") from None
+    if any(not 0 <= expert < count for expert in found):
+        raise ValueError(f"{argument}: {layer} has experts 0 to {count - 1}, got {found}")
+    return found
+
+
 class ExpertPool:
     """Slots for experts of one shape, dtype and device, shared by the layers named.
 
@@ -86,7 +103,7 @@ class ExpertPool:
         self.lock = threading.RLock()
         self.pinned: set[Key] = set()
         self.version = 0  # changes whenever an expert comes into a slot
-        self._policy = make_policy(policy)
+        self._policy = policy_class(policy)()
         self._slots: dict[Key, int] = {}
         self._free = list(reversed(range(num_slots)))
         self._guesses: OrderedDict[Key, tuple[int, Load]] = OrderedDict()
@@ -190,11 +207,9 @@ class ExpertPool:
         """Load experts and keep them until the pool goes.
 
         Raises:
-            ValueError: a layer or expert that does not exist, or no slot would be left to work with.
+            ValueError: an expert that does not exist, or no slot would be left to work with. TypeError: no integers.
         """
-        experts = list(experts)
-        if any(not 0 <= expert < self.store.num_experts(layer) for expert in experts):
-            raise ValueError(f"pin: {layer} has experts 0 to {self.store.num_experts(layer) - 1}, got {experts}")
+        experts = experts_of("pin", layer, experts, self.store.num_experts(layer))
         wanted = self.pinned | {(layer, expert) for expert in experts}
         if len(wanted) >= self.num_slots and len(wanted) < self.num_experts:
             raise ValueError(f"pin must leave one of the {self.num_slots} slots free, got {len(wanted)} experts")

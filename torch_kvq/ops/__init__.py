@@ -1,17 +1,33 @@
 """Operators ``torch.ops.torch_kvq.*``: schema (``schemas.py``), naive references (``reference.py``,
-``sparse_reference.py``), fakes, kernels; ``fused.py`` has those that are several others in one.
+``sparse_reference.py``), fakes, kernels; ``problems.py`` checks their arguments where no compiled kernel does; ``fused.py`` has
+those that are several others in one.
 
 The reference serves every device for which no kernel was loaded; ``torch_kvq.backends.report()`` says which runs.
 """
 
+from collections.abc import Callable
+
 import torch
 
-from . import fakes, fused, reference, schemas, sparse_reference
+from . import fakes, fused, problems, reference, schemas, sparse_reference
+
+
+def checked(name: str) -> Callable[..., None]:
+    """The reference of operator ``name`` behind the checks that compiled kernels make, too."""
+    check, run = getattr(problems, name), getattr(reference if name in schemas.DENSE_NAMES else sparse_reference, name)
+
+    def serve(*args) -> None:
+        check(*args)
+        run(*args)
+
+    return serve
+
 
 _reference_library = torch.library.Library(schemas.NAMESPACE, "IMPL")
-for _name in schemas.NAMES + schemas.FUSED_NAMES:
-    _module = next(module for module in (reference, sparse_reference, fused) if hasattr(module, _name))
-    _reference_library.impl(_name, getattr(_module, _name), "CompositeExplicitAutograd")
+for _name in schemas.NAMES:
+    _reference_library.impl(_name, checked(_name), "CompositeExplicitAutograd")
+for _name in schemas.FUSED_NAMES:
+    _reference_library.impl(_name, getattr(fused, _name), "CompositeExplicitAutograd")
 
 rotate = torch.ops.torch_kvq.rotate.default
 encode = torch.ops.torch_kvq.encode.default
@@ -29,4 +45,4 @@ attend_selected = torch.ops.torch_kvq.attend_selected.default
 gather_selected = torch.ops.torch_kvq.gather_selected.default
 sign_top_p_select = torch.ops.torch_kvq.sign_top_p_select.default
 
-__all__ = [*schemas.NAMES, *schemas.FUSED_NAMES, "fakes", "fused", "reference", "schemas", "sparse_reference"]
+__all__ = [*schemas.NAMES, *schemas.FUSED_NAMES, "fakes", "fused", "problems", "reference", "schemas", "sparse_reference"]

@@ -7,8 +7,12 @@ from .schemas import NAMESPACE
 _ops = getattr(torch.ops, NAMESPACE)
 
 
+PARTS = {"sign_top_p_select": ("sign_scores", "top_p_select")}
+
+
 def sign_top_p_select(
-    planes, terms, sign, factor, bias, head_dim, scale, start, exact_lse, top_p, scores, indices, count
+    planes, terms, sign, factor, bias, head_dim, scale, start, exact_lse, top_p, scores, indices, count, parts=_ops
 ) -> None:
-    _ops.sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, scores)
-    _ops.top_p_select(scores, exact_lse, None, None, top_p, indices, count)
+    """``parts`` has the other operators by name."""
+    parts.sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, scores)
+    parts.top_p_select(scores, exact_lse, None, None, top_p, indices, count)

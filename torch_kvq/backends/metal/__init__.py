@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from ...layout import MAX_HEAD_DIM
 from ...ops.schemas import NAMES, NAMESPACE, SPARSE_NAMES
 
 VARIABLE = "KVQ_MPS"
@@ -41,6 +42,12 @@ _libraries: list[torch.library.Library] = []
 
 class Unserved(Exception):
     """No shader answers this call; the message says why."""
+
+
+def require_served(head_dim: int) -> None:
+    """Raises ``Unserved`` for head dims that rotations do not have."""
+    if head_dim % 4 or not 4 <= head_dim <= MAX_HEAD_DIM:
+        raise Unserved(f"a head dim of {head_dim} is no multiple of 4 from 4 to {MAX_HEAD_DIM}")
 
 
 def load() -> str:

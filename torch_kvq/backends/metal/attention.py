@@ -4,19 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import Unserved, library, plan
-from .checks import (
-    Store,
-    mask_of,
-    require,
-    require_dense,
-    require_queries,
-    require_served,
-    require_shape,
-    require_tokens,
-    require_typed,
-    store_of,
-)
+from ...ops import problems
+from ...ops.checks import Store
+from . import Unserved, library, plan, require_served
 from .codec import ROTATION, dims
 from .library import NUM_THREADS
 from .plan import NUM_SIMDS, ceil_div
@@ -64,6 +54,11 @@ class Table(NamedTuple):
     @property
     def config(self) -> dict:
         return dict(Table=torch.float32 if self.data is None else self.data.dtype, kTable=self.kind)
+
+
+def table_of(masked: problems.Masked) -> Table:
+    mask = masked.mask
+    return Table(mask, masked.strides, NO_TABLE if mask is None else KEEP if mask.dtype == torch.bool else ADD)
 
 
 class Splits(NamedTuple):
@@ -167,51 +162,28 @@ def finish(rows: Rows, splits: Splits, values: Store, sink_logits, out: torch.Te
 def attend(
     q, keys, values, exact_keys, exact_values, mask, sink_logits, start, length, num_sinks, scale, softcap, out, lse
 ) -> None:
-    require(exact_keys.dim() == 4, "exact_keys", "have 4 dims", exact_keys)
-    batch, heads, exact_len, dim = exact_keys.shape
-    device = q.device
-    require_queries("q", q, batch, heads)
-    require_shape("q", q, (*q.shape[:3], dim), device)
-    require_dense("exact_keys", exact_keys, (batch, heads, exact_len, dim), device)
-    require_tokens(start, length, num_sinks, exact_len)
-    key_store = store_of("keys.", keys, False, (batch, heads, length, dim), device)
-    value_store, value_dim = key_store, dim
-    if values:
-        require(exact_values.dim() == 4, "exact_values", "have 4 dims", exact_values)
-        value_dim = exact_values.shape[3]
-        require_dense("exact_values", exact_values, (batch, heads, exact_len, value_dim), device)
-        value_store = store_of("values.", values, True, (batch, heads, length, value_dim), device)
-    exact_values = exact_values if values else exact_keys
-    mask, strides = mask_of(mask, (*q.shape[:3], length + exact_len), device)
-    if sink_logits is not None:
-        require_typed("sink_logits", sink_logits, torch.float32, (q.shape[1],), device)
-        require(sink_logits.is_contiguous(), "sink_logits", "be contiguous", f"strides {sink_logits.stride()}")
-    require_dense("out", out, (*q.shape[:3], value_dim), device)
-    require_typed("lse", lse, torch.float32, tuple(q.shape[:3]), device)
+    problem = problems.attend(
+        q, keys, values, exact_keys, exact_values, mask, sink_logits, start, length, num_sinks, scale, softcap, out, lse
+    )
+    _, heads, exact_len, dim = exact_keys.shape
+    exact_values, device, value_dim = problem.exact_values, q.device, out.shape[-1]
     for each in (dim, value_dim):
         require_served(each)
     if exact_keys.dtype != exact_values.dtype:
         raise Unserved(f"exact keys in {exact_keys.dtype} with exact values in {exact_values.dtype}")
     rows = rows_of(q, heads, max(dim, value_dim))
-    table = Table(mask, strides, NO_TABLE if mask is None else KEEP if mask.dtype == torch.bool else ADD)
+    table = table_of(problem.masked)
     splits = _splits(rows, start, length, exact_len, value_dim, device)
     tokens = dict(length=length, num_sinks=num_sinks)
-    plain, rotated, bias = prepare_queries(q, key_store, rows, scale)
-    _attend_packed(rows, rotated, bias, key_store, value_store, dim, table, splits, tokens | dict(start=start), softcap)
+    plain, rotated, bias = prepare_queries(q, problem.keys, rows, scale)
+    _attend_packed(rows, rotated, bias, problem.keys, problem.values, dim, table, splits, tokens | dict(start=start), softcap)
     _attend_exact(rows, plain, exact_keys, exact_values, dim, table, splits, tokens, softcap)
-    finish(rows, splits, value_store, sink_logits, out, lse)
+    finish(rows, splits, problem.values, sink_logits, out, lse)
 
 
 def qk(q, keys, exact_keys, length, num_sinks, out) -> None:
-    require(exact_keys.dim() == 4, "exact_keys", "have 4 dims", exact_keys)
-    batch, heads, exact_len, dim = exact_keys.shape
-    device = q.device
-    require_queries("q", q, batch, heads)
-    require_shape("q", q, (*q.shape[:3], dim), device)
-    require_dense("exact_keys", exact_keys, (batch, heads, exact_len, dim), device)
-    require_tokens(0, length, num_sinks, exact_len)
-    store = store_of("keys.", keys, False, (batch, heads, length, dim), device)
-    require_dense("out", out, (*q.shape[:3], length + exact_len), device)
+    store, device = problems.qk(q, keys, exact_keys, length, num_sinks, out), q.device
+    _, heads, exact_len, dim = exact_keys.shape
     require_served(dim)
     rows = rows_of(q, heads, dim)
     plain, rotated, bias = prepare_queries(q, store, rows, 1.0)
@@ -228,15 +200,8 @@ def qk(q, keys, exact_keys, length, num_sinks, out) -> None:
 
 
 def pv(p, values, exact_values, length, num_sinks, out) -> None:
-    require(exact_values.dim() == 4, "exact_values", "have 4 dims", exact_values)
-    batch, heads, exact_len, dim = exact_values.shape
-    device = p.device
-    require_queries("p", p, batch, heads)
-    require_shape("p", p, (*p.shape[:3], length + exact_len), device)
-    require_dense("exact_values", exact_values, (batch, heads, exact_len, dim), device)
-    require_tokens(0, length, num_sinks, exact_len)
-    store = store_of("values.", values, True, (batch, heads, length, dim), device)
-    require_dense("out", out, (*p.shape[:3], dim), device)
+    store, device = problems.pv(p, values, exact_values, length, num_sinks, out), p.device
+    _, heads, exact_len, dim = exact_values.shape
     require_served(dim)
     rows = rows_of(p, heads, dim)
     table = Table(p, p.stride(), WEIGHTS)

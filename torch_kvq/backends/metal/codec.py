@@ -1,17 +1,9 @@
 """rotate, encode, decode: vectors of one head each, one simdgroup a vector."""
 
-import torch
-
 from ...layout import BLOCK_LEN, round_up
+from ...ops import problems
 from ...ops.reference import largest_power_of_two
-from . import Unserved, library
-from .checks import (
-    require,
-    require_dense,
-    require_served,
-    rotation_of,
-    store_of,
-)
+from . import Unserved, library, require_served
 from .plan import NUM_SIMDS, ceil_div
 
 ROTATION = ("rotation.metal",)
@@ -23,14 +15,10 @@ def dims(dim: int) -> dict[str, int]:
 
 
 def rotate(x, signs, blocks, matrix, inverse, out) -> None:
-    require(1 <= x.dim(), "x", "have at least 1 dim", x)
-    require_dense("x", x, tuple(x.shape), x.device)
-    require_dense("out", out, tuple(x.shape), x.device)
+    rotation, dim = problems.rotate(x, signs, blocks, matrix, inverse, out), x.shape[-1]
     if x.dim() > 4:
         raise Unserved(f"vectors in {x.dim()} dims")
-    dim = x.shape[-1]
     require_served(dim)
-    rotation = rotation_of("", (signs, blocks, matrix), dim, x.device)
     x, out = (part[(None,) * (4 - part.dim())] for part in (x, out))
     rows = x.shape[:3].numel()
     shader = library.shaders.get("rotate_rows", (*ROTATION, "rotate.metal"), In=x.dtype, Out=out.dtype, **dims(dim))
@@ -39,13 +27,10 @@ def rotate(x, signs, blocks, matrix, inverse, out) -> None:
 
 
 def encode(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag, scale) -> None:
-    require(x.dim() == 4, "x", "have 4 dims", x)
-    require_dense("x", x, tuple(x.shape), x.device)
+    store = problems.encode(
+        x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag, scale
+    )  # fmt: skip
     batch, heads, tokens, dim = x.shape
-    require(start >= 0, "start", "be at least 0", start)
-    require(0 <= rule <= 3, "rule", "be from 0 to 3", rule)
-    packed = [sign, mag, scale, levels, centre, balance, signs, blocks, matrix]
-    store = store_of("", packed, along_tokens, (batch, heads, start + tokens, dim), x.device)
     require_served(dim)
     name = "encode_values" if along_tokens else "encode_keys"
     files = (*ROTATION, "quantise.metal", "encode.metal")
@@ -59,12 +44,8 @@ def encode(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens
 
 
 def decode(packed, along_tokens, start, out) -> None:
-    require(out.dim() == 4, "out", "have 4 dims", out)
-    require_dense("out", out, tuple(out.shape), out.device)
+    store, device = problems.decode(packed, along_tokens, start, out), out.device
     batch, heads, tokens, dim = out.shape
-    require(start >= 0, "start", "be at least 0", start)
-    device: torch.device = out.device
-    store = store_of("packed.", packed, along_tokens, (batch, heads, start + tokens, dim), device)
     require_served(dim)
     files = (*ROTATION, "decode.metal")
     shader = library.shaders.get("decode", files, Out=out.dtype, **dims(dim), kBits=store.bits)

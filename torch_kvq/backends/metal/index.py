@@ -3,62 +3,19 @@
 import torch
 
 from ...layout import WORD_BITS, num_words
-from ...ops.sparse_reference import QUERY_BITS
-from . import Unserved, library, plan
-from .checks import (
-    per_head,
-    require,
-    require_dense,
-    require_last,
-    require_queries,
-    require_served,
-    require_typed,
-    rotation_of,
-    statistics_of,
-)
+from ...ops import problems
+from . import Unserved, library, plan, require_served
 from .codec import ROTATION, dims
 from .library import NUM_THREADS
 from .plan import NUM_SIMDS, ceil_div
 
 
-def _transform(
-    query_centre, centre, balance, parts: tuple[torch.Tensor, ...], shape: tuple[int, int, int], device: torch.device
-) -> tuple[dict, dict]:
-    """Tensors and sizes of what is done to a vector, ``shape [B, H, D]``."""
-    query_centre, strides = per_head("query_centre", query_centre, shape, device)
-    statistics = statistics_of("", centre, balance, shape, device)
-    rotation = rotation_of("", parts, shape[-1], device)
+def _named(transform: problems.Transform) -> tuple[dict, dict]:
+    """Tensors and sizes of what is done to a vector, by the names of shaders."""
+    query_centre, strides, statistics, rotation = transform
     sizes = dict(query_centre=strides, has_query_centre=query_centre is not None)
     tensors = dict(query_centre=query_centre, **statistics.tensors, **rotation.tensors)
     return tensors, sizes | statistics.sizes | rotation.sizes
-
-
-def _heads_of(query_heads: int, *vectors: torch.Tensor) -> int:
-    """How many key heads there are, as far as vectors ``[.., H, D]`` tell."""
-    return max((x.shape[-2] for x in vectors if x.dim() > 1 and x.numel()), default=query_heads)
-
-
-def _require_coded(planes: torch.Tensor, terms: torch.Tensor, shape: tuple[int, ...], dim: int, device: torch.device) -> None:
-    """Codes of queries ``shape [B, Hq, M]``."""
-    require_typed("planes", planes, torch.int32, (*shape, QUERY_BITS, num_words(dim)), device)
-    require_last("planes", planes)
-    require_typed("terms", terms, torch.float32, (*shape, 4), device)
-    require_last("terms", terms)
-
-
-def _require_index(sign, factor, bias, tokens: int, device: torch.device) -> None:
-    """``factor [B, H, C]``; of the same shape ``bias`` and, with words behind it, ``sign``, unless empty."""
-    require(factor.dim() == 3, "factor", "have 3 dims", factor)
-    require(tokens <= factor.shape[-1], "factor", f"have a capacity of at least {tokens}", factor)
-    shape = tuple(factor.shape)
-    require_typed("factor", factor, torch.float16, shape, device)
-    require_last("factor", factor)
-    if bias.numel():
-        require_typed("bias", bias, torch.float16, shape, device)
-        require_last("bias", bias)
-    if sign.numel():
-        require_typed("sign", sign, torch.int32, (*shape, sign.shape[-1]), device)
-        require_last("sign", sign)
 
 
 def _strides(x: torch.Tensor, count: int) -> tuple[int, ...]:
@@ -66,12 +23,11 @@ def _strides(x: torch.Tensor, count: int) -> tuple[int, ...]:
 
 
 def quantise_query(q, query_centre, centre, balance, signs, blocks, matrix, scale, planes, terms) -> None:
-    require(q.dim() == 4, "q", "have 4 dims", q)
-    batch, query_heads, _, dim = q.shape
-    heads, device = _heads_of(query_heads, query_centre, centre, balance), q.device
-    require_queries("q", q, batch, heads)
-    tensors, sizes = _transform(query_centre, centre, balance, (signs, blocks, matrix), (batch, heads, dim), device)
-    _require_coded(planes, terms, tuple(q.shape[:3]), dim, device)
+    tensors, sizes = _named(
+        problems.quantise_query(q, query_centre, centre, balance, signs, blocks, matrix, scale, planes, terms)
+    )
+    _, query_heads, _, dim = q.shape
+    heads, device = problems.heads_of(query_heads, query_centre, centre, balance), q.device
     require_served(dim)
     rows = q.shape[:3].numel()
     shader = library.shaders.get("quantise_query", (*ROTATION, "quantise_query.metal"), In=q.dtype, **dims(dim))
@@ -81,16 +37,10 @@ def quantise_query(q, query_centre, centre, balance, signs, blocks, matrix, scal
 
 
 def index_keys(x, query_centre, centre, balance, signs, blocks, matrix, start, sign, factor, bias) -> None:
-    require(x.dim() == 4, "x", "have 4 dims", x)
-    require_dense("x", x, tuple(x.shape), x.device)
-    batch, heads, tokens, dim = x.shape
-    device = x.device
-    require(start >= 0, "start", "be at least 0", start)
-    tensors, sizes = _transform(query_centre, centre, balance, (signs, blocks, matrix), (batch, heads, dim), device)
-    _require_index(sign, factor, bias, start + tokens, device)
-    require(factor.shape[:2] == x.shape[:2], "factor", f"have the shape {[batch, heads, factor.shape[2]]}", factor)
-    require(not sign.numel() or sign.shape[-1] == num_words(dim), "sign", f"have {num_words(dim)} words", sign)
-    require(not query_centre.numel() or bias.numel() or not factor.numel(), "bias", "be there with query_centre", bias)
+    tensors, sizes = _named(
+        problems.index_keys(x, query_centre, centre, balance, signs, blocks, matrix, start, sign, factor, bias)
+    )
+    (batch, heads, tokens, dim), device = x.shape, x.device
     require_served(dim)
     shader = library.shaders.get("index_keys", (*ROTATION, "index_keys.metal"), In=x.dtype, **dims(dim))
     sizes |= dict(heads=heads, tokens=tokens, start=start, x=x.stride()[:3], has_sign=bool(sign.numel()))
@@ -100,17 +50,8 @@ def index_keys(x, query_centre, centre, balance, signs, blocks, matrix, start, s
 
 
 def sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, out) -> None:
-    require(out.dim() == 4, "out", "have 4 dims", out)
-    require_dense("out", out, tuple(out.shape), out.device)
-    batch, query_heads, queries, tokens = out.shape
-    device = out.device
-    require(start >= 0, "start", "be at least 0", start)
-    _require_coded(planes, terms, (batch, query_heads, queries), head_dim, device)
-    _require_index(sign, factor, bias, start + tokens, device)
-    heads = factor.shape[1]
-    require(factor.shape[0] == batch, "factor", f"have a batch of {batch}", factor)
-    require(heads > 0 and query_heads % heads == 0, "planes", f"have a multiple of {heads} heads", planes)
-    require(sign.shape[-1] == num_words(head_dim), "sign", f"have {num_words(head_dim)} words", sign)
+    problems.sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, out)
+    (batch, query_heads, queries, tokens), heads, device = out.shape, factor.shape[1], out.device
     if out.dtype == torch.bfloat16:
         raise Unserved("scores in bfloat16")
     group = query_heads // heads

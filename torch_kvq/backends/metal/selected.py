@@ -4,22 +4,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import Unserved, library, plan
-from .attention import Rows, Splits, finish, prepare_queries, rows_of
-from .checks import (
-    Store,
-    require,
-    require_dense,
-    require_queries,
-    require_served,
-    require_typed,
-    rotation_of,
-    statistics_of,
-    store_of,
-)
+from ...ops import problems
+from ...ops.checks import Store, rotation_of, statistics_of
+from . import Unserved, library, plan, require_served
+from .attention import Rows, Splits, finish, prepare_queries, rows_of, table_of
 from .library import NUM_THREADS
 from .plan import ceil_div
-from .select import masked, require_selection
 
 _SCORES = ("softmax.metal", "scores.metal", "scores_exact.metal")
 
@@ -45,21 +35,14 @@ class Source(NamedTuple):
         return parts | {f"{name}s": self.dense}, sizes | {f"{name}s": self.dense.stride()[:3]}
 
 
-def _heads_of(name: str, source: list[torch.Tensor]) -> int:
-    require(bool(source) and source[0].dim() == 4, name, "be one tensor of 4 dims or nine of a store", len(source))
-    return source[0].shape[1]
-
-
-def _source(name: str, source: list[torch.Tensor], shape: tuple[int, int, int], device: torch.device) -> Source:
-    """Checks what has to hold vectors of ``shape [B, H, D]``."""
-    batch, heads, dim = shape
-    require_served(dim)
-    if len(source) == 1:
-        require_dense(name, source[0], (batch, heads, source[0].shape[2], dim), device)
-        none = torch.empty(0, device=device)
-        parts = statistics_of("", none, none, shape, device), rotation_of("", (none, none, none), dim, device)
-        return Source(source[0], Store({}, {}, none, *parts, 2), False)
-    return Source(None, store_of(f"{name}.", source, False, (batch, heads, 0, dim), device), True)
+def _source(source: problems.Source, shape: tuple[int, int, int], device: torch.device) -> Source:
+    """What holds vectors of ``shape [B, H, D]``."""
+    require_served(shape[-1])
+    if source.dense is None:
+        return Source(None, source.store, True)
+    none = torch.empty(0, device=device)
+    parts = statistics_of("", none, none, shape, device), rotation_of("", (none, none, none), shape[-1], device)
+    return Source(source.dense, Store({}, {}, none, *parts, 2), False)
 
 
 def _chosen(indices: torch.Tensor, count: torch.Tensor) -> tuple[dict, dict]:
@@ -73,13 +56,10 @@ def _queries(q, keys: Source, heads: int, selections: int, dim: int, scale: floa
 
 
 def qk_selected(q, keys, indices, count, scale, out) -> None:
-    heads, device = _heads_of("keys", keys), q.device
-    require_queries("q", q, keys[0].shape[0], heads)
-    batch, query_heads, _, dim = q.shape
-    source = _source("keys", keys, (batch, heads, dim), device)
-    require_selection(indices, count, batch, query_heads, device)
-    require_typed("out", out, torch.float32, (*q.shape[:3], indices.shape[2]), device)
-    require_dense("out", out, tuple(out.shape), device)
+    problem = problems.qk_selected(q, keys, indices, count, scale, out)
+    heads, device = keys[0].shape[1], q.device
+    batch, _, _, dim = q.shape
+    source = _source(problem, (batch, heads, dim), device)
     rows, vectors, bias = _queries(q, source, heads, indices.shape[1], dim, scale)
     config = dict(Exact=source.dtype, Table=torch.float32, kTable=0, kRows=rows.count, kDim=dim, kPadded=plan.padded(dim))
     config |= dict(kValueDim=dim, kKeyBits=source.store.bits, kPackedKeys=int(source.packed))
@@ -92,18 +72,12 @@ def qk_selected(q, keys, indices, count, scale, out) -> None:
 
 
 def attend_selected(q, keys, values, indices, count, mask, scale, softcap, out, lse) -> None:
-    heads, device = _heads_of("keys", keys), q.device
-    require_queries("q", q, keys[0].shape[0], heads)
-    batch, query_heads, queries, dim = q.shape
-    require(out.dim() == 4, "out", "have 4 dims", out)
-    value_dim = out.shape[-1]
-    require_dense("out", out, (batch, query_heads, queries, value_dim), device)
-    require_typed("lse", lse, torch.float32, (batch, query_heads, queries), device)
-    _heads_of("values", values)
-    sources = dict(key=_source("keys", keys, (batch, heads, dim), device))
-    sources["value"] = _source("values", values, (batch, heads, value_dim), device)
-    require_selection(indices, count, batch, query_heads, device)
-    table, mask_columns = masked(mask, (batch, query_heads, queries), device)
+    problem = problems.attend_selected(q, keys, values, indices, count, mask, scale, softcap, out, lse)
+    heads, device = keys[0].shape[1], q.device
+    (batch, _, _, dim), value_dim = q.shape, out.shape[-1]
+    sources = dict(key=_source(problem.keys, (batch, heads, dim), device))
+    sources["value"] = _source(problem.values, (batch, heads, value_dim), device)
+    table = table_of(problem.masked)
     selections, capacity = indices.shape[1:]
     widest = max(dim, value_dim)
     rows, vectors, bias = _queries(q, sources["key"], heads, selections, widest, scale)
@@ -117,7 +91,7 @@ def attend_selected(q, keys, values, indices, count, mask, scale, softcap, out, 
         more_tensors, more_sizes = source.named(name)
         tensors, sizes = tensors | more_tensors, sizes | more_sizes
     cut = splits.packed if sources["value"].packed else splits.exact
-    sizes |= rows.sizes | dict(key_heads=heads, mask_columns=mask_columns, table=table.strides)
+    sizes |= rows.sizes | dict(key_heads=heads, mask_columns=problem.masked.columns, table=table.strides)
     sizes |= dict(split_blocks=cut.blocks, splits=splits.count)
     files = (*_SCORES, "values.metal", "selected.metal", "attend_selected.metal")
     library.shaders.get("attend_selected", files, **config).launch(
@@ -135,18 +109,11 @@ def _splits(rows: Rows, capacity: int, value_dim: int, packed: bool, device: tor
 
 
 def gather_selected(x, indices, count, out) -> None:
-    require(x.dim() == 4, "x", "have 4 dims", x)
-    batch, heads, _, dim = x.shape
+    problems.gather_selected(x, indices, count, out)
     device = indices.device
     if x.device != device:
         raise Unserved(f"rows on {x.device}")
-    require_dense("x", x, tuple(x.shape), device)
-    require(indices.dim() == 3, "indices", "have 3 dims", indices)
-    selections, capacity = indices.shape[1:]
-    require(selections > 0 and selections % heads == 0, "indices", f"have a multiple of {heads} selections", indices)
-    require_selection(indices, count, batch, selections, device)
-    require(out.dtype == x.dtype, "out", f"be {x.dtype}", out)
-    require_dense("out", out, (batch, selections, capacity, dim), device)
+    (batch, heads, _, dim), (selections, capacity) = x.shape, indices.shape[1:]
     shader = library.shaders.get("gather_selected", ("gather_selected.metal",), In=x.dtype)
     chosen, sizes = _chosen(indices, count)
     sizes |= dict(heads=selections, key_heads=heads, capacity=capacity, dim=dim, x=x.stride()[:3], out=out.stride()[:3])

@@ -1,11 +1,10 @@
-"""Arguments of the operators, checked: errors name the argument, the rule and the value, before anything is launched."""
+"""Parts of what operators are given, checked: errors name the argument, the rule and the value, before anything is written."""
 
 from typing import Any, NamedTuple
 
 import torch
 
-from ...layout import BLOCK_LEN, MAX_BITS, MAX_HEAD_DIM, MIN_BITS, PACKED_FIELDS, num_words
-from . import Unserved
+from ..layout import BLOCK_LEN, MAX_BITS, MIN_BITS, PACKED_FIELDS, num_words
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,12 +42,6 @@ def require_dense(name: str, x: torch.Tensor, shape: tuple[int, ...], device: to
 def require_typed(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     require(x.dtype == dtype, name, f"be {_short(dtype)}", x)
     require_shape(name, x, shape, device)
-
-
-def require_served(head_dim: int) -> None:
-    """Raises ``Unserved`` for head dims that rotations do not have."""
-    if head_dim % 4 or not 4 <= head_dim <= MAX_HEAD_DIM:
-        raise Unserved(f"a head dim of {head_dim} is no multiple of 4 from 4 to {MAX_HEAD_DIM}")
 
 
 def require_queries(name: str, x: torch.Tensor, batch: int, heads: int) -> None:

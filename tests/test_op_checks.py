@@ -1,0 +1,117 @@
+"""What operators refuse where no compiled kernel checks: the pure-torch reference, and tensors on the meta device."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import test_metal_backend
+import test_metal_sparse
+import test_ops
+import test_sparse_kernels
+import test_sparse_ops
+import torch
+from op_cases import Case, problem
+from sparse_cases import SparseCase, selected_problem
+from test_ops import ARGUMENTS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from torch_kvq import ops
+from torch_kvq.ops.schemas import DENSE_NAMES, FUSED_NAMES, NAMES
+
+CALLS = {name: arguments for module in (test_ops, test_sparse_ops) for name, arguments in module.calls()}
+SELECTIONS = [bad for bad in test_sparse_kernels.BAD if bad[0].startswith(("indices must be from", "count must be from"))]
+
+
+def outputs(arguments):
+    """All tensors among the arguments, as they are now."""
+    return [x.clone() for x in arguments if isinstance(x, torch.Tensor)]
+
+
+def same(xs, ys):
+    torch.testing.assert_close(xs, ys, rtol=0, atol=0, equal_nan=True)
+
+
+def on_meta(arguments):
+    return tree_map_only(torch.Tensor, lambda x: x.to("meta"), arguments)
+
+
+# ---- the reference
+
+
+def refused(name, arguments, message):
+    before = outputs(arguments)
+    with pytest.raises(RuntimeError) as caught:
+        ops.checked(name)(*arguments)
+    assert message in str(caught.value) and ", got " in str(caught.value)
+    same(outputs(arguments), before)
+
+
+@pytest.mark.parametrize("message, name, change", test_metal_backend.BAD, ids=[bad[0] for bad in test_metal_backend.BAD])
+def test_attend(message, name, change):
+    arguments, _, out, lse = problem(Case("errors"))
+    named = dict(zip(ARGUMENTS, (*arguments, out.clone(), lse.clone())))
+    named[name] = change(named)
+    refused("attend", tuple(named.values()), message)
+
+
+@pytest.mark.parametrize("op, message, name, change", test_metal_sparse.BAD, ids=[bad[1] for bad in test_metal_sparse.BAD])
+def test_sparse_operators(op, message, name, change):
+    named = dict(zip(test_metal_sparse.NAMES_OF[op], CALLS[op]))
+    named[name] = change(named[name])
+    refused(op, tuple(named.values()), message)
+
+
+@pytest.mark.parametrize("message, name, change", SELECTIONS, ids=[bad[0] for bad in SELECTIONS])
+def test_values_of_a_selection(message, name, change):
+    arguments, _, _ = selected_problem(SparseCase("errors", share=0.9))
+    named = dict(zip(test_sparse_kernels.ARGUMENTS, (*arguments, torch.zeros(1, 6, 1, 64), torch.zeros(1, 6, 1))))
+    named[name] = change(named)
+    refused("attend_selected", tuple(named.values()), message)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_output_has_a_shape_and_a_dtype(name):
+    arguments = CALLS[name]
+    for wrong in (arguments[-1].double(), torch.cat([arguments[-1]] * 2)):
+        with pytest.raises(RuntimeError, match=r" must .*, got "):
+            ops.checked(name)(*arguments[:-1], wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_right_passes_and_is_answered(name):
+    arguments = tree_map_only(torch.Tensor, torch.clone, CALLS[name])
+    wanted = tree_map_only(torch.Tensor, torch.clone, CALLS[name])
+    ops.checked(name)(*arguments)
+    getattr(ops.reference if name in DENSE_NAMES else ops.sparse_reference, name)(*wanted)
+    same(outputs(arguments), outputs(wanted))
+
+
+def test_it_serves_where_no_kernel_is_loaded():
+    code = "import torch, torch_kvq; x = torch.zeros(1, 8); torch_kvq.ops.rotate(x, *[x[:0]] * 3, False, x[:, :4])"
+    env = {**os.environ, "KVQ_CPU_ISA": "reference"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stderr.endswith("RuntimeError: out must have the shape [1, 8], got float32 [1, 4] on cpu\n")
+
+
+# ---- the meta device
+
+
+@pytest.mark.parametrize("name", NAMES + FUSED_NAMES)
+def test_some_tensors_on_meta_are_refused(name):
+    operator, arguments = getattr(ops, name), CALLS[name]
+    for place, argument in enumerate(operator._schema.arguments):
+        if isinstance(arguments[place], torch.Tensor | list):
+            mixed = [on_meta(x) if index == place else x for index, x in enumerate(arguments)]
+            message = f"{argument.name} must be on cpu like other tensors of the call, got meta"
+            with pytest.raises(RuntimeError, match=re.escape(message)):
+                operator(*mixed)
+
+
+@pytest.mark.parametrize("name", NAMES + FUSED_NAMES)
+def test_all_on_meta_or_fake_are_traced(name):
+    getattr(ops, name)(*on_meta(CALLS[name]))
+    with FakeTensorMode() as mode:
+        getattr(ops, name)(*tree_map_only(torch.Tensor, mode.from_tensor, CALLS[name]))
