@@ -46,7 +46,6 @@ def main() -> None:
         del dense
         config = transformers.AutoConfig.from_pretrained(folder)
         plan = fit(config, args.total, args.context, bits={"routed": args.bits}, reserve="50MB")
-        print(plan)
         if not plan.fits:
             raise SystemExit("--total is too small for this model")
 
@@ -59,7 +58,7 @@ def main() -> None:
         print(f"\nexperts at {args.bits} bits, if the gate lets them")
         bits = plan_bits(model, [ids[:, PROMPT_LEN:]], base={"routed": args.bits})
         gate = Gate(max_error=args.max_error, max_delta_nll=args.max_delta_nll)
-        print(bits.apply(plan.budget, gate=gate, roles=("routed",)))  # dense layers too, where torchao is installed
+        bits.apply(plan.budget, gate=gate, roles=("routed",))  # dense layers too, where torchao is installed
         packed = generate(model, prompt, args.new_tokens)
         print(tokenizer.decode(packed), summary(model), sep="\n")
 

@@ -47,64 +47,50 @@ def test_kv_bytes_against_caches(name):
 
 def test_a_model_of_thirty_billion():
     config = transformers.Qwen3MoeConfig(**QWEN3_30B)
-    whole = fit(config, "80GiB", 32768)
+    whole = fit(config, "80GiB", 32768, verbose=False)
     assert whole.num_experts == 48 * 128 and whole.expert_bytes == 3 * 2048 * 768 * 4  # float32 unless the config says
     config.dtype = torch.bfloat16
-    whole = fit(config, "80GiB", 32768)
+    whole = fit(config, "80GiB", 32768, verbose=False)
     assert whole.fits and not whole.needs_offload and whole.slots == 48 * 128
     assert "offloading is not needed" in str(whole)
-    part = fit(config, "24GiB", 32768)
+    part = fit(config, "24GiB", 32768, verbose=False)
     assert part.needs_offload and 0.3 < part.slots / part.num_experts < 0.5 and 0.6 < part.hit_rate < 0.95
     assert sum(part.weights.values()) + part.kv + part.reserve + part.slots * part.expert_bytes <= part.total
-    exact = fit(config, "24GiB", 32768, k_bits=None)
+    exact = fit(config, "24GiB", 32768, k_bits=None, verbose=False)
     assert exact.slots < part.slots and exact.kv == exact.dense_kv
-    less = fit(config, "24GiB", 32768, bits={"dense": 4, "routed": 2})
+    less = fit(config, "24GiB", 32768, bits={"dense": 4, "routed": 2}, verbose=False)
     assert less.slots > part.slots and "4 bits" in str(less) and 0 < less.packed_host_bytes < 48 * 128 * less.expert_bytes / 6
-    none = fit(config, "2GiB", 32768)
+    none = fit(config, "2GiB", 32768, verbose=False)
     assert not none.fits and "does not fit: one expert needs 9,437,184 bytes" in str(none)
 
 
-def test_is_silent_and_prints_in_order(capsys):
+def test_prints_in_order(capsys):
     model = tiny_moe.build("qwen2_moe")
     result = fit(model, "2MB", 512, reserve="0MB")
-    assert capsys.readouterr().out == ""
-    print(result)
     printed = capsys.readouterr().out
     places = [printed.index(word) for word in ("Q_W", "C_KV", "O_E")]
-    assert places == sorted(places) and printed.strip() == str(result) == repr(result)
+    assert places == sorted(places) and printed.strip() == str(result)
 
 
 def test_weights_add_up_and_the_budget_works():
     from torch_kvq import offload_experts
 
     model = tiny_moe.build("qwen2_moe")
-    result = fit(model, "300KB", 64, reserve="0MB")
+    result = fit(model, "300KB", 64, reserve="0MB", verbose=False)
     routed = sum(tensor.nbytes for module in find_experts(model).values() for tensor in expert_tensors(module).values())
     assert sum(result.weights.values()) == sum(parameter.nbytes for parameter in model.parameters()) - routed
     assert result.needs_offload
     handle = offload_experts(model, result.budget)
     assert handle.stats().num_slots == result.slots
-    with_plan = fit(model, "300KB", 64, reserve="0MB", bits=plan_bits(model, [tiny_moe.prompt()]))
+    with_plan = fit(model, "300KB", 64, reserve="0MB", bits=plan_bits(model, [tiny_moe.prompt()]), verbose=False)
     assert with_plan.slots > result.slots and with_plan.weights["shared"] < result.weights["shared"]
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        (dict(model_or_config="mixtral"), TypeError, "model_or_config must be a transformers model or config, got 'mixtral'"),
-        (dict(total="much"), ValueError, "total must be a size such as '8GiB' or '500MB', got 'much'"),
-        (dict(total=16), ValueError, "total must be a size such as '8GiB' or '500MB', got 16"),
-        (dict(reserve=None), ValueError, "reserve must be a size such as '8GiB' or '500MB', got None"),
-        (dict(context=0), ValueError, "context must be an integer of at least 1, got 0"),
-        (dict(batch=None), ValueError, "batch must be an integer of at least 1, got None"),
-        (dict(bits=4), TypeError, "bits must be bits by role or a plan, got 4"),
-        (dict(bits={"router": 4}), ValueError, r"bits must be by role.*'router'"),
-        (dict(k_bits=0), ValueError, "k_bits must be an integer from 2 to 4, got 0"),
-        (dict(v_bits=5), ValueError, "v_bits must be an integer from 2 to 4, got 5"),
-        (dict(trace=[]), TypeError, r"trace must be a RoutingTrace, got \[\]"),
-    ],
-)
-def test_arguments(change, error, message):
-    options = dict(model_or_config=tiny_moe.build("mixtral"), total="1GiB", context=10)
-    with pytest.raises(error, match=message):
-        fit(**{**options, **change})
+def test_arguments():
+    model = tiny_moe.build("mixtral")
+    with pytest.raises(ValueError, match="total must be a size"):
+        fit(model, "much", 10)
+    with pytest.raises(ValueError, match="context and batch must be at least 1, got 0"):
+        fit(model, "1GiB", 0)
+    with pytest.raises(ValueError, match=r"bits must be by role.*'router'"):
+        fit(model, "1GiB", 10, bits={"router": 4})

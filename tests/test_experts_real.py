@@ -54,7 +54,7 @@ def test_gate_on_real_text(mixtral):
     """At 4 bits the text is scored nearly as before; 2 bits fail the same gate."""
     model, ids = mixtral
     plan = plan_bits(model, [ids[:, :300]], base={"routed": 4}, threshold=1e9)
-    applied = plan.apply(0.5, gate=Gate(max_error=0.3, max_delta_nll=0.2), roles=("routed",))
+    applied = plan.apply(0.5, gate=Gate(max_error=0.3, max_delta_nll=0.2), roles=("routed",), verbose=False)
     (_, errors, delta) = applied.gate.trials[-1]
     assert len(applied.gate.trials) == 1 and abs(delta) < 0.2 and max(errors.values()) < 0.3
     applied.handle.remove()

@@ -18,12 +18,9 @@ from .packed_store import PackedStore
 RUNGS = sorted(FIELDS)
 
 
-@dataclass(repr=False)
+@dataclass
 class AppliedPlan:
-    """The handle of the packed experts (``None`` without role ``routed``), the plan as applied and what the gate measured.
-
-    Prints as a table of bits, bytes and errors, and a line for each trial of the gate.
-    """
+    """The handle of the packed experts (``None`` without role ``routed``), the plan as applied and what the gate measured."""
 
     handle: OffloadHandle | None
     plan: BitPlan
@@ -32,8 +29,6 @@ class AppliedPlan:
     def __str__(self) -> str:
         return "\n".join(str(part) for part in (self.plan, self.gate) if part is not None)
 
-    __repr__ = __str__
-
 
 def apply_plan(
     plan: BitPlan,
@@ -41,9 +36,10 @@ def apply_plan(
     *,
     gate: Gate | None = None,
     roles: Iterable[str] = ("dense", "shared", "routed"),
+    verbose: bool = True,
     **options,
 ) -> AppliedPlan:
-    """Quantise the plan's model in place; what was done is in the answer, which prints as a table.
+    """Quantise the plan's model in place and say what was done.
 
     Routed experts are packed in host memory and decoded into slots under ``budget`` when they are routed to; if the model's
     experts were offloaded already, that handle is replaced. Linear layers go to torchao.
@@ -52,6 +48,7 @@ def apply_plan(
         budget: of decoded experts, as ``offload_experts``, which also gets ``options``. Default: room for all of them.
         gate: required where the plan has 2 bits; layers that fail it are promoted.
         roles: which roles to quantise.
+        verbose: print the table and the gate's measurements.
 
     Raises:
         ValueError: 2 bits without a gate, a gate that fails at 8 bits, or an unknown role. ImportError: linear layers without
@@ -73,7 +70,10 @@ def apply_plan(
         plan.applied(name, done.bits, done.error, done.note, done.num_bytes)
     for name in [name for name, row in plan.rows.items() if row.role not in roles]:
         plan.skipped(name)
-    return AppliedPlan(handle, plan, report)
+    applied = AppliedPlan(handle, plan, report)
+    if verbose:
+        print(applied)
+    return applied
 
 
 def pack_experts(

@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import NoneType
 
 import torch
 import transformers
 from torch import nn
 
-from ..checks import check_count, check_type
-from ..codecs.codebook import check_bits
 from .bit_plan import BitPlan, num_weights, weight_bytes, weights_of
 from .budget import make_slabs, parse_bytes
 from .families import check_module, find_experts
@@ -21,9 +18,9 @@ WARM_TOKENS, TOKENS = 64, 192
 MAX_SLOTS = 1023
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Fit:
-    """Bytes of everything, in the order in which memory is given away; prints as a table.
+    """Bytes of everything, in the order in which memory is given away.
 
     ``weights`` by role without routed experts; ``kv`` as configured, ``dense_kv`` with transformers' own cache; ``slots`` of
     ``num_experts`` experts resident; ``hit_rate`` expected then. ``expert_bytes`` are those of one expert in a slot.
@@ -79,8 +76,6 @@ class Fit:
             lines.append(f"expected hit rate {self.hit_rate:.2f} ({self.hit_source})")
         return "\n".join(lines)
 
-    __repr__ = __str__
-
 
 def fit(
     model_or_config: nn.Module | transformers.PreTrainedConfig,
@@ -93,10 +88,9 @@ def fit(
     v_bits: int = 3,
     reserve: str = "512MiB",
     trace: RoutingTrace | None = None,
+    verbose: bool = True,
 ) -> Fit:
     """Divide ``total`` bytes of the computing device: weights by role, then the KV cache, then experts with what is left.
-
-    ``print(fit(...))`` shows the table. Nothing is printed or changed here.
 
     Args:
         model_or_config: a model, loaded or not, or a config (nothing is allocated for it).
@@ -108,19 +102,13 @@ def fit(
         reserve: for activations and the allocator.
         trace: of routing (``trace.record_routing``), for the expected hit rate; by default a synthetic one with the locality
             published for a real model, so take the rate as a guess.
+        verbose: print the table.
 
     Raises:
-        ValueError, TypeError: an argument out of range, named. NotImplementedError: experts that cannot be offloaded.
+        ValueError: an argument out of range, named. NotImplementedError: experts that cannot be offloaded.
     """
-    kinds = (nn.Module, transformers.PreTrainedConfig)
-    check_type("model_or_config", model_or_config, kinds, "a transformers model or config")
-    check_count("context", context, 1)
-    check_count("batch", batch, 1)
-    check_type("bits", bits, (Mapping, BitPlan, NoneType), "bits by role or a plan")
-    if k_bits is not None:
-        check_bits("k_bits", k_bits)
-    check_bits("v_bits", v_bits)
-    check_type("trace", trace, (RoutingTrace, NoneType), "a RoutingTrace")
+    if context < 1 or batch < 1:
+        raise ValueError(f"context and batch must be at least 1, got {context} and {batch}")
     size, kept_free = parse_bytes("total", total), parse_bytes("reserve", reserve)
     model = model_or_config if isinstance(model_or_config, nn.Module) else on_meta(model_or_config)
     weights, names, packed = weights_by_role(model, bits)
@@ -131,9 +119,12 @@ def fit(
     left = size - sum(weights.values()) - kv - kept_free
     slots = max(0, min(sum(counts.values()), left // each))
     rate, source = expected_hits(counts, slots, top_k_of(model.config), trace)
-    return Fit(
+    result = Fit(
         size, weights, names, kv, dense_kv, note, kept_free, each, slots, sum(counts.values()), rate, source, packed
     )  # fmt: skip
+    if verbose:
+        print(result)
+    return result
 
 
 def on_meta(config: transformers.PreTrainedConfig) -> nn.Module:
