@@ -31,9 +31,13 @@ struct Work {
   __device__ __forceinline__ int tiles_of(int item) const {
     return (max(count_of(item), 0) + SPARSE_TILE - 1) / SPARSE_TILE;
   }
-  __device__ __forceinline__ int first_tile(int part, int tiles) const { return (int)((int64_t)part * tiles / parts); }
+  // The first `tiles` parts at most have tiles, of `tiles` in all.
+  __device__ __forceinline__ int first_tile(int part, int tiles) const {
+    int used = min(parts, tiles);
+    return part < used ? (int)((int64_t)part * tiles / used) : tiles;
+  }
   __device__ __forceinline__ int owner(int tile, int tiles) const {
-    return (int)((((int64_t)tile + 1) * parts - 1) / tiles);
+    return (int)((((int64_t)tile + 1) * min(parts, tiles) - 1) / tiles);
   }
 
   // By a whole warp: the number of tiles of items 0 .. stop.
@@ -60,6 +64,24 @@ struct Work {
       }
       tile -= __shfl_sync(ALL_LANES, until, WARP - 1);
     }
+  }
+};
+
+// The parts that have tiles of an item, found by a whole warp.
+struct Span {
+  int first, count;
+  __device__ __forceinline__ Span(const Work &w, int item) {
+    int own = 0, before = 0, tiles = 0;
+#pragma unroll 4
+    for (int i = lane_id(); i < w.items; i += WARP) {
+      int n = w.tiles_of(i);
+      tiles += n, before += i < item ? n : 0, own += i == item ? n : 0;
+    }
+    for (int step = WARP / 2; step; step /= 2) {
+      tiles += __shfl_xor_sync(ALL_LANES, tiles, step), before += __shfl_xor_sync(ALL_LANES, before, step);
+      own += __shfl_xor_sync(ALL_LANES, own, step);
+    }
+    first = own ? w.owner(before, tiles) : 0, count = own ? w.owner(before + own - 1, tiles) + 1 - first : 0;
   }
 };
 
