@@ -160,8 +160,9 @@ __global__ void __launch_bounds__(ANY_THREADS, 2)
   const Attention &a = s.attention;
   AnyBlock block(s, (float *)memory);
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  int t = threadIdx.x, lane = block.lane, part = blockIdx.x, tiles = w.tiles_before(w.items);
-  int tile = w.first_tile(part, tiles), left = w.first_tile(part + 1, tiles) - tile;
+  int t = threadIdx.x, lane = block.lane, part = blockIdx.x;
+  Deal deal(w, w.all_tiles());
+  int tile = deal.first_tile(part), left = deal.first_tile(part + 1) - tile;
   if (left <= 0) return;
   for (int item = w.item_of(tile); left > 0; item++, tile = 0) {
     int now = min(left, w.tiles_of(item) - tile), count = w.count_of(item);

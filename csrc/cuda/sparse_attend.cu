@@ -1,5 +1,6 @@
 // attend_selected and qk_selected: which kernel takes a problem, and how many blocks of threads share it.
 #include "decode_args.h"
+#include "launch.h"
 #include "sparse_combine.cuh"
 #include "sparse_gather.cuh"
 #include "sparse_parts.h"
@@ -80,6 +81,22 @@ void gather(const Selected &s, const Work &w, cudaStream_t stream) {
   }
 }
 
+void attend_parts(const Selected &s, const Work &w, cudaStream_t stream) {
+  if (packed_fits(s)) {
+    launch_attend_packed(s, w, stream);
+  } else if (!gathers(s)) {
+    launch_behind(attend_any, dim3(w.parts), ANY_THREADS, any_bytes(s.attention), stream, s, w);
+  } else if (s.attention.q.dtype == FLOAT16) {
+    gather<__half>(s, w, stream);
+  } else {
+    gather<__nv_bfloat16>(s, w, stream);
+  }
+}
+
+void combine(const Selected &s, const Work &w, cudaStream_t stream) {
+  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), JOIN_THREADS, combine_bytes(s.attention), stream, s, w);
+}
+
 }  // namespace
 
 int64_t attend_selected_scratch_bytes(const Selected &s, int num_multiprocessors) {
@@ -92,17 +109,24 @@ void launch_attend_selected(const Selected &s, int num_multiprocessors, void *sc
   int64_t bytes;
   Work w = work_of(s, num_multiprocessors, (char *)scratch, bytes);
   if (!w.items) return;
-  if (packed_fits(s)) {
-    launch_attend_packed(s, w, stream);
-  } else if (!gathers(s)) {
-    launch_behind(attend_any, dim3(w.parts), ANY_THREADS, any_bytes(s.attention), stream, s, w);
-  } else if (s.attention.q.dtype == FLOAT16) {
-    gather<__half>(s, w, stream);
-  } else {
-    gather<__nv_bfloat16>(s, w, stream);
-  }
-  if (launch_join(s, w, stream)) return;
-  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), JOIN_THREADS, combine_bytes(s.attention), stream, s, w);
+  attend_parts(s, w, stream);
+  if (!launch_join(s, nullptr, w, stream)) combine(s, w, stream);
+}
+
+void launch_merge_selected(const Selected &s, const Pieces &p, int num_multiprocessors, void *scratch,
+                           cudaStream_t stream) {
+  int64_t bytes;
+  Work w = work_of(s, num_multiprocessors, (char *)scratch, bytes);
+  if (!w.items) return;
+  attend_parts(s, w, stream);
+  if (launch_join(s, &p, w, stream)) return;
+  Selected own = s;
+  Attention &a = own.attention;
+  a.out.dtype = p.outs_dtype, a.out.data = (char *)p.outs + p.outs_stride[0] * (p.outs_dtype == FLOAT32 ? 4 : 2);
+  a.lse = (float *)p.lses + p.lses_stride[0];
+  for (int i = 0; i < 3; i++) a.out.stride[i] = p.outs_stride[1 + i], a.lse_stride[i] = p.lses_stride[1 + i];
+  combine(own, w, stream);
+  launch_merge(p, stream);
 }
 
 void launch_qk_selected(const Selected &s, cudaStream_t stream) {

@@ -7,13 +7,19 @@ namespace cuda {
 
 namespace {
 
-bool to_args(const Selected &s, const Work &w, JoinArgs &args) {
+bool to_args(const Selected &s, const Pieces *p, const Work &w, JoinArgs &args) {
   const Attention &a = s.attention;
   args = JoinArgs{};
   args.heads = w.selections, args.queries = (int)a.queries, args.each = (int)(w.selections / a.heads);
   args.lse = a.lse;
   for (int i = 0; i < 3; i++) args.lse_stride[i] = (int)a.lse_stride[i];
   if (s.packed_values && !(plain(a.values) && to_args(a.values, args.values))) return false;
+  if (p) {
+    if (p->outs_dtype != a.out.dtype || !fits_int(p->outs_stride, 4) || !fits_int(p->lses_stride, 4)) return false;
+    args.near.data = (char *)p->outs, args.near_lse = p->lses;
+    for (int i = 0; i < 3; i++)
+      args.near.stride[i] = (int)p->outs_stride[1 + i], args.near_lse_stride[i] = (int)p->lses_stride[1 + i];
+  }
   return aligned(a.out) && to_args(a.out, args.out) && fits_int(a.lse_stride, 3);
 }
 
@@ -38,10 +44,10 @@ void join(int dim, const JoinArgs &args, const Work &w, cudaStream_t stream) {
 
 }  // namespace
 
-bool launch_join(const Selected &s, const Work &w, cudaStream_t stream) {
+bool launch_join(const Selected &s, const Pieces *pieces, const Work &w, cudaStream_t stream) {
   int dim = s.attention.value_dim;
   JoinArgs args;
-  if (s.attention.out.dtype == FLOAT32 || !to_args(s, w, args)) return false;
+  if (s.attention.out.dtype == FLOAT32 || !to_args(s, pieces, w, args)) return false;
   if (dim != 64 && dim != 80 && dim != 96 && dim != 128 && dim != 256) return false;
   if (s.attention.out.dtype == FLOAT16)
     join<__half>(dim, args, w, stream);

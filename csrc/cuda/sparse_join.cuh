@@ -8,7 +8,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int ROW_THREADS = 256;
+constexpr int ROW_THREADS = 128;  // few enough to be there while the parts are made
 
 struct JoinArgs {
   int heads, queries, each;  // selections, query tokens, selections of a key/value head
@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
   const float *near_lse = a.near_lse + place(a.near_lse_stride);
   End end;
   if (t < WARP) end.load(a.values, b, k / a.each, t);
+  fetch_parameters(a), fetch_parameters(w);
   wait_for_kernels_ahead(), let_next_kernel_begin();
   float other = a.near_lse ? *near_lse * LOG2_OF_E : -INFINITY;
   bool has_other = other != -INFINITY;

@@ -313,11 +313,13 @@ template <class T, class S>
 __global__ void __launch_bounds__(THREADS, S::CTAS)
     attend_packed(const __grid_constant__ SelectedArgs s, const __grid_constant__ Work w) {
   extern __shared__ __align__(128) char memory[];
+  fetch_parameters(s), fetch_parameters(w);
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  int lane = lane_id(), part = blockIdx.x, tiles = w.tiles_before(w.items);
+  int lane = lane_id(), part = blockIdx.x;
   float key_level = ByteTable::level_of(s.attention.keys.levels, 3, lane);
   float value_level = ByteTable::level_of(s.attention.values.levels, 3, lane);
-  int tile = w.first_tile(part, tiles), left = w.first_tile(part + 1, tiles) - tile;
+  Deal deal(w, w.all_tiles());
+  int tile = deal.first_tile(part), left = deal.first_tile(part + 1) - tile;
   if (left <= 0) return;
   ByteTable keys(key_level, 3, lane), values(value_level, 3, lane);
   for (int item = w.item_of(tile); left > 0; item++, tile = 0) {

@@ -31,19 +31,11 @@ struct Work {
   __device__ __forceinline__ int tiles_of(int item) const {
     return (max(count_of(item), 0) + SPARSE_TILE - 1) / SPARSE_TILE;
   }
-  // The first `tiles` parts at most have tiles, of `tiles` in all.
-  __device__ __forceinline__ int first_tile(int part, int tiles) const {
-    int used = min(parts, tiles);
-    return part < used ? (int)((int64_t)part * tiles / used) : tiles;
-  }
-  __device__ __forceinline__ int owner(int tile, int tiles) const {
-    return (int)((((int64_t)tile + 1) * min(parts, tiles) - 1) / tiles);
-  }
-
-  // By a whole warp: the number of tiles of items 0 .. stop.
-  __device__ __forceinline__ int tiles_before(int stop) const {
+  // By a whole warp: the number of all tiles.
+  __device__ __forceinline__ int all_tiles() const {
     int sum = 0;
-    for (int i = lane_id(); i < stop; i += WARP) sum += tiles_of(i);
+#pragma unroll 4
+    for (int i = lane_id(); i < items; i += WARP) sum += tiles_of(i);
     for (int step = WARP / 2; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
     return sum;
   }
@@ -67,6 +59,18 @@ struct Work {
   }
 };
 
+// How so many tiles are dealt: the first parts have one more than the others.
+struct Deal {
+  uint32_t each, longer;
+  __device__ __forceinline__ Deal(const Work &w, int tiles)
+      : each((uint32_t)tiles / w.parts), longer((uint32_t)tiles % w.parts) {}
+  __device__ __forceinline__ int first_tile(uint32_t part) const { return (int)(part * each + min(part, longer)); }
+  __device__ __forceinline__ int owner(uint32_t tile) const {
+    uint32_t of_longer = longer * (each + 1);
+    return (int)(tile < of_longer ? tile / (each + 1) : longer + (tile - of_longer) / each);
+  }
+};
+
 // The parts that have tiles of an item, found by a whole warp.
 struct Span {
   int first, count;
@@ -81,7 +85,8 @@ struct Span {
       tiles += __shfl_xor_sync(ALL_LANES, tiles, step), before += __shfl_xor_sync(ALL_LANES, before, step);
       own += __shfl_xor_sync(ALL_LANES, own, step);
     }
-    first = own ? w.owner(before, tiles) : 0, count = own ? w.owner(before + own - 1, tiles) + 1 - first : 0;
+    Deal deal(w, tiles);
+    first = own ? deal.owner(before) : 0, count = own ? deal.owner(before + own - 1) + 1 - first : 0;
   }
 };
 

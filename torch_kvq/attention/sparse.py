@@ -78,14 +78,16 @@ class SparsePieces(Pieces):
         outs, lses = self._answers(query, 2 if selects else 1 + len(chunks))
         exact = self.exact_keys, self.exact_values
         self._attend_rows(query, *exact, near_mask, scale, softcap, (outs[0], lses[0]), sink_logits)
+        out, lse = torch.empty_like(outs[0]), lses.new_empty(lses.shape[1:]) if lse is None else lse
         if selects:
-            selection = self._select(query, far_mask, scale, softcap, lses[0])
-            self._far(query, selection, far_mask, scale, softcap, (outs[1], lses[1]))
+            chosen = self._select(query, far_mask, scale, softcap, lses[0])
+            where, to = (chosen.indices, chosen.count, far_mask), (outs, lses, out, lse)
+            ops.merge_selected(query, self.keys, self.values, *where, scale, softcap, *to)
+            return out, lse
         for place, part in enumerate(chunks, 1):
             rows = self._rows("k", part.start, part.stop), self._rows("v", part.start, part.stop)
             seen = None if far_mask is None else far_mask[..., part]
             self._attend_rows(query, *rows, seen, scale, softcap, (outs[place], lses[place]))
-        out, lse = torch.empty_like(outs[0]), lses.new_empty(lses.shape[1:]) if lse is None else lse
         ops.merge(outs, lses, out, lse)
         return out, lse
 

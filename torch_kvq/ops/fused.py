@@ -12,3 +12,8 @@ def sign_top_p_select(
 ) -> None:
     _ops.sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, scores)
     _ops.top_p_select(scores, exact_lse, None, None, top_p, indices, count)
+
+
+def merge_selected(q, keys, values, indices, count, mask, scale, softcap, outs, lses, out, lse) -> None:
+    _ops.attend_selected(q, keys, values, indices, count, mask, scale, softcap, outs[1], lses[1])
+    _ops.merge(outs, lses, out, lse)
