@@ -48,13 +48,15 @@ Work work_of(const Selected &s, int num_multiprocessors, char *scratch, int64_t 
   w.selections = (int)s.selection.selections, w.rows = (int)(a.group * a.heads / w.selections * a.queries);
   w.row_blocks = (int)ceil_div(w.rows, ITEM_ROWS), w.items = (int)(a.batch * w.selections * w.row_blocks);
   w.count = s.selection.count, w.count_stride = s.selection.count_stride;
-  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = ctas_of(s, w.rows);
-  most = most < 1 ? 1 : most;
-  int64_t fill = each * num_multiprocessors, least = ceil_div(most, MAX_PART_TILES);
-  fill = fill > least ? fill : least;
+  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE);
+  int64_t fill = ctas_of(s, w.rows) * num_multiprocessors, least = ceil_div(most, MAX_PART_TILES) + w.items;
+  fill = fill > 2 * w.items ? fill : 2 * w.items, fill = fill > least ? fill : least;
+  most = most < w.items ? w.items : most;
   w.parts = (int)(most < fill ? most : fill);
-  int64_t places = (int64_t)(w.parts + w.items) * ITEM_ROWS, sums = round_up(places * a.value_dim * 4, 256);
-  w.sums = (float *)scratch, w.state = (float2 *)(scratch + sums), bytes = sums + places * (int64_t)sizeof(float2);
+  int64_t places = (int64_t)w.parts * ITEM_ROWS, sums = places * a.value_dim * 4, states = places * sizeof(float2);
+  w.state = (float2 *)scratch, w.spans = (int2 *)(scratch + states);
+  int64_t head = round_up(states + w.items * (int64_t)sizeof(int2), 256);
+  w.sums = (float *)(scratch + head), bytes = head + sums;
   return w;
 }
 

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(JOIN_THREADS)
   if (row >= w.rows) return;
   wait_for_kernels_ahead(), let_next_kernel_begin();
   Span parts(w, item);
-  auto place_of = [&](int part) { return (int64_t)(parts.first + part + item) * ITEM_ROWS + r; };
+  auto place_of = [&](int part) { return (int64_t)(parts.first + part) * ITEM_ROWS + r; };
   float most = NOTHING, mass = 0, sums[LANE_DIMS] = {};
   for (int part = lane; part < parts.count; part += WARP) most = fmaxf(most, w.state[place_of(part)].x);
   most = warp_max(most);

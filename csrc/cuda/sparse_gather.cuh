@@ -227,37 +227,30 @@ __global__ void __launch_bounds__(GATHER_WARPS *WARP, Worker::S::CTAS)
   float2 *state = (float2 *)(sums + GATHER_WARPS * ITEM_ROWS * SUMS_ROW);
   fetch_parameters(s), fetch_parameters(w);
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  int lane = lane_id(), warp = warp_id(), part = blockIdx.x;
-  Deal deal(w, w.all_tiles());
-  int tile = deal.first_tile(part), left = deal.first_tile(part + 1) - tile;
-  if (left <= 0) return;
+  int lane = lane_id(), warp = warp_id();
+  Share share(w);
+  if (share.item < 0) return;
   Worker worker(s, (char *)memory, warp, lane);
-  for (int item = w.item_of(tile); left > 0; item++, tile = 0) {
-    int now = min(left, w.tiles_of(item) - tile);
-    if (now <= 0) continue;
-    worker.begin(w, item);
-    ItemPlace place(w, item);
-    int row = min(w.first_row(item) + (lane >> 2), w.rows - 1);
-    TokenMask mask(s.attention.mask, place.b, place.head(s.attention, w, row), place.query(s.attention, row));
-    run(worker, tile, tile + now, warp * GATHER_STEP, mask);
-    __syncthreads();  // no warp needs its tokens any more
-    worker.store(sums, state, warp);
-    __syncthreads();
-    int64_t at = (int64_t)(part + item) * ITEM_ROWS;
-    for (int i = threadIdx.x; i < ITEM_ROWS * DIM; i += GATHER_WARPS * WARP) {
-      int r = i / DIM, d = i % DIM;
-      float most = NOTHING, all = 0, mass = 0;
-      for (int j = 0; j < GATHER_WARPS; j++) most = fmaxf(most, state[j * ITEM_ROWS + r].x);
-      for (int j = 0; j < GATHER_WARPS; j++) {
-        float2 x = state[j * ITEM_ROWS + r];
-        float by = fast_exp2(x.x - most);
-        all = fmaf(by, sums[(j * ITEM_ROWS + r) * SUMS_ROW + d], all), mass = fmaf(by, x.y, mass);
-      }
-      w.sums[(at + r) * DIM + d] = all;
-      if (d == 0) w.state[at + r] = make_float2(most, mass);
+  worker.begin(w, share.item);
+  ItemPlace place(w, share.item);
+  int row = min(w.first_row(share.item) + (lane >> 2), w.rows - 1);
+  TokenMask mask(s.attention.mask, place.b, place.head(s.attention, w, row), place.query(s.attention, row));
+  run(worker, share.first, share.last, warp * GATHER_STEP, mask);
+  __syncthreads();  // no warp needs its tokens any more
+  worker.store(sums, state, warp);
+  __syncthreads();
+  int64_t at = (int64_t)blockIdx.x * ITEM_ROWS;
+  for (int i = threadIdx.x; i < ITEM_ROWS * DIM; i += GATHER_WARPS * WARP) {
+    int r = i / DIM, d = i % DIM;
+    float most = NOTHING, all = 0, mass = 0;
+    for (int j = 0; j < GATHER_WARPS; j++) most = fmaxf(most, state[j * ITEM_ROWS + r].x);
+    for (int j = 0; j < GATHER_WARPS; j++) {
+      float2 x = state[j * ITEM_ROWS + r];
+      float by = fast_exp2(x.x - most);
+      all = fmaf(by, sums[(j * ITEM_ROWS + r) * SUMS_ROW + d], all), mass = fmaf(by, x.y, mass);
     }
-    __syncthreads();
-    left -= now;
+    w.sums[(at + r) * DIM + d] = all;
+    if (d == 0) w.state[at + r] = make_float2(most, mass);
   }
 }
 

@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
     for (int i = 0; i < End::N; i++)
       exact[i] = has_other && End::in_row(i, t) ? float_of(near[End::dim_of(i, t)]) : 0;
   Span parts(w, item);
-  const float2 *state = w.state + (int64_t)(parts.first + item) * ITEM_ROWS + row % ITEM_ROWS;
-  const float *sums = w.sums + ((int64_t)(parts.first + item) * ITEM_ROWS + row % ITEM_ROWS) * VDIM + column;
+  const float2 *state = w.state + (int64_t)parts.first * ITEM_ROWS + row % ITEM_ROWS;
+  const float *sums = w.sums + ((int64_t)parts.first * ITEM_ROWS + row % ITEM_ROWS) * VDIM + column;
   auto sums_of = [&](int part) { return *(const float4 *)(sums + (int64_t)part * ITEM_ROWS * VDIM); };
   float4 ahead[AHEAD], all = make_float4(0, 0, 0, 0);  // the first parts', on their way while the maximum is found
   float tops[AHEAD];

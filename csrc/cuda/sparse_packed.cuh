@@ -260,21 +260,21 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
   }
 };
 
-// A part's tiles first .. last of an item, by the warps of a CTA in turn.
+// The tiles of a part, by the warps of a CTA in turn.
 template <class T, class S>
-__device__ __forceinline__ void attend_item(const SelectedArgs &s, const Work &w, int item, int first, int last,
-                                            int64_t index, const ByteTable &keys, const ByteTable &values,
-                                            char *memory) {
+__device__ __forceinline__ void attend_share(const SelectedArgs &s, const Work &w, const Share &share,
+                                             const ByteTable &keys, const ByteTable &values, char *memory) {
   using L = StepLayout;
   constexpr int STAGES = S::STAGES, TURN = WARPS * L::LEN;
   const DecodeArgs &a = s.attention;
-  int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3, row = w.first_row(item);
+  int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3, row = w.first_row(share.item);
   int rows = min(w.rows - row, S::NUM_ROWS);
-  ItemPlace place(w, item);
-  SelectedSource source(s, place, w.count_of(item), lane);
+  ItemPlace place(w, share.item);
+  SelectedSource source(s, place, w.count_of(share.item), lane);
   Queries<S::DIM> queries(memory + S::QUERIES);
   uint32_t *mine = (uint32_t *)memory + warp * STAGES * L::SIZE;
-  int at = first * SPARSE_TILE + warp * L::LEN, stop = min(last * SPARSE_TILE, source.count), ahead[STAGES];
+  int at = share.first * SPARSE_TILE + warp * L::LEN, stop = min(share.last * SPARSE_TILE, source.count);
+  int ahead[STAGES];
 #pragma unroll
   for (int i = 0; i < STAGES; i++) ahead[i] = source.token_at(s, at + i * TURN);
   QueryRows<T, S::DIM> query;
@@ -306,7 +306,7 @@ __device__ __forceinline__ void attend_item(const SelectedArgs &s, const Work &w
     packed.add_step(mine + stage * L::SIZE, keys, values, always || at + L::LEN > source.count, a.softcap, mask, lane);
     __syncwarp();
   }
-  merge_warps<S>(w, packed, values.step, index, rows, (float *)memory);
+  merge_warps<S>(w, packed, values.step, (int64_t)blockIdx.x * ITEM_ROWS, rows, (float *)memory);
 }
 
 template <class T, class S>
@@ -315,20 +315,13 @@ __global__ void __launch_bounds__(THREADS, S::CTAS)
   extern __shared__ __align__(128) char memory[];
   fetch_parameters(s), fetch_parameters(w);
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  int lane = lane_id(), part = blockIdx.x;
+  int lane = lane_id();
   float key_level = ByteTable::level_of(s.attention.keys.levels, 3, lane);
   float value_level = ByteTable::level_of(s.attention.values.levels, 3, lane);
-  Deal deal(w, w.all_tiles());
-  int tile = deal.first_tile(part), left = deal.first_tile(part + 1) - tile;
-  if (left <= 0) return;
+  Share share(w);
+  if (share.item < 0) return;
   ByteTable keys(key_level, 3, lane), values(value_level, 3, lane);
-  for (int item = w.item_of(tile); left > 0; item++, tile = 0) {
-    int now = min(left, w.tiles_of(item) - tile);
-    if (now <= 0) continue;
-    attend_item<T, S>(s, w, item, tile, tile + now, (int64_t)(part + item) * ITEM_ROWS, keys, values, memory);
-    __syncthreads();  // sums of the warps were read
-    left -= now;
-  }
+  attend_share<T, S>(s, w, share, keys, values, memory);
 }
 
 }  // namespace cuda
