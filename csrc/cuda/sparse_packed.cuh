@@ -33,7 +33,7 @@ struct StepLayout {
 template <bool OCT_>
 struct SelectedShape {
   static constexpr bool OCT = OCT_;
-  static constexpr int DIM = 128, VDIM = 128, NUM_ROWS = OCT ? 8 : 4, STAGES = 4, CTAS = 2;
+  static constexpr int DIM = 128, VDIM = 128, NUM_ROWS = OCT ? 8 : 4, STAGES = 2, CTAS = OCT ? 2 : 3;
   static constexpr int STEPS = 4 * WARPS * STAGES * StepLayout::SIZE;
   static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * ROWS * MERGE_ROW;
   static constexpr int QUERIES = larger(STEPS, MERGED), BYTES = QUERIES + Queries<DIM>::BYTES;

@@ -15,5 +15,7 @@ def sign_top_p_select(
 
 
 def merge_selected(q, keys, values, indices, count, mask, scale, softcap, outs, lses, out, lse) -> None:
+    if outs.shape[0] != 2:
+        raise ValueError(f"outs must have two pieces, got {tuple(outs.shape)}")
     _ops.attend_selected(q, keys, values, indices, count, mask, scale, softcap, outs[1], lses[1])
     _ops.merge(outs, lses, out, lse)
