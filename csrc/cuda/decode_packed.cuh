@@ -318,13 +318,10 @@ struct PackedWarp {
   static __device__ __forceinline__ void store_column(float *row, Value value, int g) {
 #pragma unroll
     for (int m = 0; m < MTILES; m++)
-      if (m / 2 < CHUNKS) {
-        if (m % 2 == 0)
-          *(float4 *)(row + dim_of(m, 0, g)) =
-              make_float4(value(m, 0), value(m, 1), value(m + 1, 0), value(m + 1, 1));
-      } else {
+      if (m / 2 >= CHUNKS)
         *(float2 *)(row + dim_of(m, 0, g)) = make_float2(value(m, 0), value(m, 1));
-      }
+      else if (m % 2 == 0)
+        *(float4 *)(row + dim_of(m, 0, g)) = make_float4(value(m, 0), value(m, 1), value(m + 1, 0), value(m + 1, 1));
   }
 
   // Row g's sum over all of the warp's tokens.

@@ -12,8 +12,8 @@ bool packed_fits(const Selected &);
 int packed_ctas(int rows);
 void launch_attend_packed(const Selected &, const Work &, cudaStream_t);
 
-// Joins the parts of every row, and the first of `pieces` if they are given; false, and nothing done, unless outputs are
-// 16-bit floats of a usual head dim.
+// Joins the parts of every row, and the first of `pieces` if they are given; false, and nothing done, unless outputs
+// are 16-bit floats of a usual head dim.
 bool launch_join(const Selected &, const Pieces *pieces, const Work &, cudaStream_t);
 
 }  // namespace cuda

@@ -1,8 +1,8 @@
 // Work of attend_selected, whose amount only the device knows: an even share of all selected tokens for every block of
 // threads.
 //
-// An item is up to eight rows of one selection; its tokens are cut into tiles of 64, these evenly into parts, a block of
-// threads each. All parts are as short as their number allows. None has tiles of two items: a second one would begin
+// An item is up to eight rows of one selection; its tokens are cut into tiles of 64, these evenly into parts, a block
+// of threads each. All parts are as short as their number allows. None has tiles of two items: a second one would begin
 // late, when its queries are turned and its first tokens asked for.
 #pragma once
 
@@ -62,7 +62,7 @@ struct Deal {
   __device__ __forceinline__ int parts_of(int tiles) const { return (int)((tiles + each - 1) / each); }
 };
 
-// Tiles first .. last of an item, those of a part; found by every warp of a block, the first of which tells of the item.
+// Tiles first .. last of an item, those of a part; found by every warp of a block, the first of which writes the span.
 struct Share {
   int item, first, last;  // item: -1 if the part has none
   __device__ __forceinline__ explicit Share(const Work &w) : item(-1) {
