@@ -22,14 +22,14 @@ bool gathers_packed(const Selected &s, SelectedArgs &args) {
   if (a.keys.bits != 3 || a.values.bits != 3 || a.out.dtype != a.q.dtype || !(a.scale > 0) || !aligned(a.q))
     return false;
   if (!gapless(a.keys, 4) || !gapless(a.values, 4) || !plain(a.keys) || !to_args(a, args.attention)) return false;
-  int64_t strides[4] = {a.keys.sign_stride[2], a.keys.mag_stride[2], a.values.sign_stride[2], a.values.mag_stride[2]};
+  int64_t bytes[4] = {a.keys.sign_stride[2], a.keys.mag_stride[2], a.values.sign_stride[2], a.values.mag_stride[2]};
   int64_t selections = s.selection.selections;
   args.attention.group = (int)(a.group * a.heads / selections), args.attention.num_sinks = 0;
   args.indices = s.selection.indices, args.tokens = (int)s.tokens, args.each = (int)(selections / a.heads);
   for (int i = 0; i < 2; i++) args.index_stride[i] = s.selection.index_stride[i];
   uint32_t *to[4] = {&args.key_sign, &args.key_mag, &args.value_sign, &args.value_mag};
-  for (int i = 0; i < 4; i++) *to[i] = (uint32_t)(strides[i] * WORD_BITS / 8);
-  return fits_int(strides, 4);
+  for (int i = 0; i < 4; i++) bytes[i] *= WORD_BITS / 8, *to[i] = (uint32_t)bytes[i];
+  return fits_int(bytes, 4);
 }
 
 template <class T, class S>

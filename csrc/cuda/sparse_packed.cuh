@@ -1,8 +1,8 @@
 // Attention over selected tokens of keys and values of three bits and 128 dims: the integers of the decode kernels
 // (decode_packed.cuh) over tokens that are gathered.
 //
-// A warp takes 32 tokens a step. Their planes come to its own shared memory several steps ahead, rows of four words
-// (128 dims), so that ldmatrix deals them out: of the matrix of tokens 8 j .. 8 j + 7 lane (g, c) has word c of token
+// A warp takes 32 tokens a step. Their planes come to its own shared memory a step ahead, rows of four words (128
+// dims), so that ldmatrix deals them out: of the matrix of tokens 8 j .. 8 j + 7 lane (g, c) has word c of token
 // 8 j + g of the keys and, transposed, dims 16 g .. 16 g + 15 of tokens 8 j + 2 c and 8 j + 2 c + 1 of the values. The
 // column of a score in lane (g, c) is one of the same two tokens. Bits of values are put in order before they become
 // bytes: selectors hold one dim of four tokens, not four dims of one.
@@ -19,7 +19,7 @@ struct SelectedArgs {
   DecodeArgs attention;
   const int32_t *indices;
   int64_t index_stride[2];  // batch, selection
-  int tokens, each;  // tokens that an index may name, selections of a key/value head
+  int tokens, each;         // tokens that an index may name, selections of a key/value head
   uint32_t key_sign, key_mag, value_sign, value_mag;  // bytes from token to token
 };
 
@@ -30,6 +30,8 @@ struct StepLayout {
   static constexpr int TOKENS = VALUE_SCALE + LEN, SIZE = TOKENS + LEN;
 };
 
+// What limits is how many pieces of 64 bytes the memory finds in a second, not how many are asked for ahead: more stages
+// were slower. As many CTAs as fit, so that those of a launch that begins early are spread evenly.
 template <bool OCT_>
 struct SelectedShape {
   static constexpr bool OCT = OCT_;

@@ -129,10 +129,6 @@ class SparsePieces(Pieces):
         nothing = (no_tokens(batch, heads, d, along, query.device) for d, along in ((dim, False), (values.shape[-1], True)))
         ops.attend(query, *nothing, keys, values, mask, sink_logits, 0, 0, 0, scale, softcap, *answer)
 
-    def _far(self, query, selection: Selection, mask, scale, softcap, answer: Answer | None = None) -> Answer:
-        value_dim = self.exact_values.shape[-1]
-        return attend_selected(query, self.keys, self.values, selection, scale, value_dim, mask, softcap, answer)
-
     # ---- selection
 
     def _select(self, query, mask, scale, softcap, near_lse) -> Selection:
@@ -221,7 +217,8 @@ class SparsePieces(Pieces):
         near = weights.new_empty((*weights.shape[:3], exact.shape[-1]))
         ops.pv(near_weights, no_tokens(*exact.shape[:2], exact.shape[3], True, weights.device), exact, 0, 0, near)
         query = weights.new_zeros((*weights.shape[:3], self.exact_keys.shape[-1]))
-        far, lse = self._far(query, self.selection, far_weights.float().log(), 1.0, 0.0)
+        stores, value_dim = (self.keys, self.values), exact.shape[-1]
+        far, lse = attend_selected(query, *stores, self.selection, 1.0, value_dim, far_weights.float().log())
         return near + far * torch.exp(lse).unsqueeze(-1).to(far.dtype)
 
 
