@@ -1,6 +1,6 @@
 // quantise_query and index_keys: a warp a vector, element 32 w + lane of it in lane `lane`, so that a ballot is a word.
-// Queries of 64, 128 and 256 dims are turned in registers, where lane l has elements N l .. N l + N - 1: what does not
-// depend on them is loaded while kernels ahead still run.
+// Queries of 64, 128 and 256 dims are turned in registers, where lane l has elements N l .. N l + N - 1: all that is
+// needed is asked for at once.
 #include "decode_args.h"
 #include "fixed_rotation.cuh"
 #include "rotation.cuh"
@@ -76,13 +76,13 @@ __global__ void __launch_bounds__(WARPS *WARP)
   QueryRow row(c, number);
   fixed::WarpRotation<N> rotation;
   float x[N], own[N], of_key[N], by[N], base = 0;
+  wait_for_kernels_ahead(), let_next_kernel_begin();
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = load_element(row.q, c.q.dtype, N * lane + i);
   rotation.load(c.rotation, false, lane);
   if (row.query_centre) fixed::load_floats(own, row.query_centre + N * lane);
   if (row.centre) fixed::load_floats(of_key, row.centre + N * lane);
   if (row.balance) fixed::load_floats(by, row.balance + N * lane);
-  wait_for_kernels_ahead(), let_next_kernel_begin();
-#pragma unroll
-  for (int i = 0; i < N; i++) x[i] = load_element(row.q, c.q.dtype, N * lane + i);
 #pragma unroll
   for (int i = 0; i < N; i++) {
     if (row.centre) base = fmaf(x[i], of_key[i], base);
