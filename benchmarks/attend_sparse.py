@@ -2,7 +2,7 @@
 ``python benchmarks/attend_sparse.py --threads 2 --json attend_sparse.json``.
 
 The whole step is measured: the query's code, attention over sinks and window, the scan of the 1-bit index with the selection,
-attention over the selected tokens, the merge of both; and each of these parts alone. ``sparse`` selects from exact 16-bit
+attention over the selected tokens with the merge of both; and each of these parts alone. ``sparse`` selects from exact 16-bit
 keys and values, ``sparse packed`` from a store packed along ``D`` whose sign plane is the index, ``packed`` attends to all
 tokens of a packed store. Queries are bfloat16. Keys and queries are random, so that heads of a group agree on few tokens;
 top_p is found, before anything is timed, such that ``--share`` of the tokens are selected. Dense sides, rounds, graphs and
@@ -29,7 +29,7 @@ from torch_kvq.store import PackedStore, no_tokens
 CPU_SHAPES = [(1, 32, 8, 128, tokens) for tokens in (4096, 32768)]
 GPU_SHAPES = [(b, 32, 8, 128, tokens) for b, tokens in ((8, 32768), (8, 131072), (1, 32768), (1, 131072))]
 EXACT, NUM_SINKS = 132, 4
-PARTS = ("quantise", "window attention", "scan and select", "attend", "merge")
+PARTS = ("quantise", "window attention", "scan and select", "attend and merge")
 SIDES = ("sparse", "sparse packed")
 INDEX_BYTES = 4  # factor and bias of a token
 
@@ -80,12 +80,9 @@ class Step:
         to = self.scores, self.indices, self.count
         ops.sign_top_p_select(self.planes, self.terms, *index, dim, self.scale, 0, self.lses[0], self.top_p, *to)
 
-    def attend(self) -> None:
-        far = (self.indices, self.count, None, self.scale, 0.0, self.outs[1], self.lses[1])
-        ops.attend_selected(self.q, self.keys, self.values, *far)
-
-    def merge(self) -> None:
-        ops.merge(self.outs, self.lses, self.out, self.lse)
+    def attend_and_merge(self) -> None:
+        to = self.outs, self.lses, self.out, self.lse
+        ops.merge_selected(self.q, self.keys, self.values, self.indices, self.count, None, self.scale, 0.0, *to)
 
     def parts(self) -> dict[str, Callable]:
         return {part: getattr(self, part.replace(" ", "_")) for part in PARTS}

@@ -343,6 +343,55 @@ def test_a_selection_and_the_rest_are_everything():
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+MERGED_CASES = [
+    SparseCase("dense", tokens=300, queries=2),
+    SparseCase("none", tokens=300, share=0.0),
+    *(SparseCase(f"half-D{d}", tokens=200, dim=d, dtype=torch.bfloat16, group=4) for d in (64, 80, 128)),
+    SparseCase("half-heads", tokens=200, dim=128, dtype=torch.float16, per_head=True, mask="dead", queries=2),
+    SparseCase("packed", tokens=200, packed=True, dim=128, dtype=torch.float16, batch=2),
+    SparseCase("packed-float", tokens=100, packed=True, dim=96, value_dim=64),
+]
+
+
+@pytest.mark.parametrize("near", ["some", "none", "far"])
+@pytest.mark.parametrize("case", MERGED_CASES, ids=lambda case: case.name)
+def test_selected_tokens_are_merged_with_others(case, near):
+    """One operator is attention over the selection and the merge; what others found may be nothing, or all that counts."""
+    arguments, _, values = selected_problem(case)
+    q, generator = arguments[0], torch.Generator().manual_seed(1)
+    shape = (*q.shape[:3], values.shape[-1])
+    (outs, outs_whole), (lses, lses_whole) = fenced((2, *shape), q.dtype), fenced((2, *shape[:3]))
+    (out, out_whole), (lse, lse_whole) = fenced(shape, q.dtype), fenced(shape[:3])
+    outs[0] = torch.randn(shape, generator=generator).to(q.dtype)
+    lses[0] = {
+        "some": 3 + torch.randn(shape[:3], generator=generator),
+        "none": torch.tensor(-torch.inf),
+        "far": torch.tensor(90.0),
+    }[near]
+    if near == "none":
+        outs[0] = torch.nan  # has no weight
+    first = outs[0].clone(), lses[0].clone()
+    ops.merge_selected(*arguments, outs, lses, out, lse)
+    check_fences(outs_whole, lses_whole, out_whole, lse_whole)
+    assert all(torch.equal(ours[0].nan_to_num(), theirs.nan_to_num()) for ours, theirs in zip((outs, lses), first))
+    far, far_lse = torch.empty(shape), torch.empty(shape[:3])
+    sparse_reference.attend_selected(*arguments, far, far_lse)
+    expected = merge([(first[0].float(), first[1]), (far, far_lse)])
+    tolerance = 1e-4 if q.dtype == torch.float32 else 5e-4 + relative_error(expected[0].to(q.dtype), expected[0])
+    assert relative_error(out, expected[0]) <= 2 * tolerance
+    assert torch.equal(lse == -torch.inf, expected[1] == -torch.inf)
+    assert torch.allclose(lse, expected[1], rtol=1e-5, atol=2e-4)
+
+
+def test_there_are_two_pieces_to_merge():
+    arguments, _, _ = selected_problem(SparseCase("three", tokens=20))
+    shape = arguments[0].shape
+    with pytest.raises((RuntimeError, ValueError)):
+        ops.merge_selected(
+            *arguments, torch.zeros(1, *shape), torch.zeros(1, *shape[:3]), torch.zeros(shape), torch.zeros(shape[:3])
+        )
+
+
 def calls():
     case = SparseCase("opcheck", tokens=33, queries=2, mask="bool", centred=True, packed=True)
     index = index_of(case)
@@ -357,6 +406,8 @@ def calls():
     yield "sign_top_p_select", (*coding, lse, 0.9, scores.clone(), indices.clone(), count.clone())
     yield "qk_selected", (q, keys, indices, count, scale, torch.empty(1, 6, 2, indices.shape[-1]))
     yield "attend_selected", (q, keys, values, indices, count, mask, scale, softcap, out, lse.clone())
+    outs, lses = torch.zeros(2, *q.shape), torch.zeros(2, *q.shape[:3])
+    yield "merge_selected", (q, keys, values, indices, count, mask, scale, softcap, outs, lses, out.clone(), lse.clone())
     yield "gather_selected", (dense, indices, count, torch.zeros(*indices.shape, 64))
 
 

@@ -38,6 +38,21 @@ inline bool fits_int(const int64_t *strides, int count) {
   return true;
 }
 
+inline bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
+
+inline bool aligned(const Dense &x) {
+  bool good = aligned(x.data);
+  for (int64_t stride : x.stride) good = good && stride % 8 == 0;
+  return good;
+}
+
+// Whether what belongs to a store as a whole may be read in units of 16 bytes.
+inline bool plain(const Store &s) {
+  bool good = aligned(s.centre) && aligned(s.balance) && aligned(s.rotation.signs) && aligned(s.rotation.blocks);
+  for (int i = 0; i < 2; i++) good = good && s.centre_stride[i] % 4 == 0 && s.balance_stride[i] % 4 == 0;
+  return good;
+}
+
 inline bool to_args(const Dense &x, DenseArgs &args) {
   args.data = x.data;
   for (int i = 0; i < 3; i++) args.stride[i] = (int)x.stride[i];

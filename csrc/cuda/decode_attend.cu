@@ -28,22 +28,7 @@ int64_t with_kernel(Action action, const Attention &a, void *scratch, cudaStream
   }
 }
 
-bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
-
-bool aligned(const Dense &x) {
-  bool good = aligned(x.data);
-  for (int64_t stride : x.stride) good = good && stride % 8 == 0;
-  return good;
-}
-
-// What belongs to a store as a whole is read in units of 16 bytes.
-bool plain(const Store &s) {
-  bool good = aligned(s.centre) && aligned(s.balance) && aligned(s.rotation.signs) && aligned(s.rotation.blocks);
-  for (int i = 0; i < 2; i++) good = good && s.centre_stride[i] % 4 == 0 && s.balance_stride[i] % 4 == 0;
-  return good;
-}
-
-// So are its tokens, which lie without gaps.
+// Whether a store's tokens are read in units of 16 bytes and lie without gaps.
 bool gapless(const Store &s, int64_t unit) {
   bool good = aligned(s.sign) && aligned(s.mag) && aligned(s.scale) && s.sign_stride[2] == unit &&
               s.mag_stride[2] == unit * (s.bits - 1) && s.mag_stride[3] == unit;

@@ -76,11 +76,11 @@ __device__ __forceinline__ void attend_exact(ExactWarp<T, S::DIM, S::VDIM> &warp
 // This warp's rows of the queries: the one that was loaded, and one more where a CTA has up to eight.
 template <class S, class T>
 __device__ __forceinline__ void store_queries(QueryRows<T, S::DIM> &query, const DecodeArgs &a, float step,
-                                              const Queries<S::DIM> &queries, int b, int h, int first_row, int rows,
-                                              int warp, int lane) {
+                                              const Queries<S::DIM> &queries, int b, int h, int store_head,
+                                              int first_row, int rows, int warp, int lane) {
   query.store(a, step, warp, warp, queries, lane);
   if constexpr (S::OCT) {
-    query.place(a, b, h, first_row + warp + WARPS, warp + WARPS < rows, lane);
+    query.place(a, b, h, store_head, first_row + warp + WARPS, warp + WARPS < rows, lane);
     query.load(a, lane);
     query.store(a, step, warp + WARPS, warp, queries, lane);
   }
@@ -114,23 +114,13 @@ __device__ __forceinline__ void store_sums(const Warp &packed, const float (&fac
     return x * factor[i];
   };
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float *row = to + (2 * c + i) * S::MERGE_ROW;
-#pragma unroll
-    for (int m = 0; m < Warp::MTILES; m++)
-      if (m / 2 < Warp::CHUNKS) {
-        if (m % 2 == 0)
-          *(float4 *)(row + Warp::dim_of(m, 0, g)) =
-              make_float4(value(m, 0, i), value(m, 1, i), value(m + 1, 0, i), value(m + 1, 1, i));
-      } else {
-        *(float2 *)(row + Warp::dim_of(m, 0, g)) = make_float2(value(m, 0, i), value(m, 1, i));
-      }
-  }
+  for (int i = 0; i < 2; i++)
+    Warp::store_column(to + (2 * c + i) * S::MERGE_ROW, [&](int m, int j) { return value(m, j, i); }, g);
 }
 
-// The warps' sums and states become the part of this CTA.
-template <class S, class Warp>
-__device__ __forceinline__ void merge_warps(const Parts &parts, const Warp &packed, float value_step, int64_t index,
+// The warps' sums and states become the part of this CTA, at `index` of the results.
+template <class S, class Results, class Warp>
+__device__ __forceinline__ void merge_warps(const Results &results, const Warp &packed, float value_step, int64_t index,
                                             int rows, float *sums) {
   constexpr int LIMBS = S::OCT ? 1 : 2, COLUMNS = S::VDIM / 4;
   __shared__ float2 state[WARPS][S::NUM_ROWS];
@@ -155,7 +145,7 @@ __device__ __forceinline__ void merge_warps(const Parts &parts, const Warp &pack
     float top = top_of(threadIdx.x), all = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) all += state[w][threadIdx.x].y * fast_exp2(state[w][threadIdx.x].x - top);
-    parts.state[index + threadIdx.x] = make_float2(top, all);
+    results.state[index + threadIdx.x] = make_float2(top, all);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < rows * COLUMNS; i += THREADS) {
@@ -167,7 +157,7 @@ __device__ __forceinline__ void merge_warps(const Parts &parts, const Warp &pack
       float4 v = *(const float4 *)(sums + place * S::MERGE_ROW + 4 * column);
       total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
     }
-    *(float4 *)(parts.sums + (index + row) * S::VDIM + 4 * column) = total;
+    *(float4 *)(results.sums + (index + row) * S::VDIM + 4 * column) = total;
   }
 }
 
@@ -183,7 +173,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   int exact_steps = S::EXACT_APART ? 0 : (parts.exact_steps + parts.packed - 1 - (int)blockIdx.y) / parts.packed;
   int tile = parts.tile(blockIdx.y) + (warp - exact_steps & WARPS - 1), stop = parts.tile(blockIdx.y + 1);
   QueryRows<T, S::DIM> query;
-  query.place(a, b, h, first_row + warp, warp < rows, lane);
+  query.place(a, b, h, h, first_row + warp, warp < rows, lane);
   using Source = TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM>;
   auto start_keys = [&](const Source &source, int tile) {
     if (tile < stop) source.start_keys(tile, address, lane);
@@ -214,7 +204,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   }
   let_next_kernel_begin();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
-  store_queries<S>(query, a, keys.step, queries, b, h, first_row, rows, warp, lane);
+  store_queries<S>(query, a, keys.step, queries, b, h, h, first_row, rows, warp, lane);
   __syncthreads();
   if (!S::EXACT_APART && warp < exact_steps)
     attend_exact<T, S, 2>(exact, a, parts, (const T *)queries.raw, b, h, first_row, warp * parts.packed + blockIdx.y,

@@ -313,6 +313,17 @@ struct PackedWarp {
     return m / 2 < CHUNKS ? 32 * (m / 2) + 4 * g + 2 * (m % 2) + i : 32 * CHUNKS + 2 * g + i;
   }
 
+  // Writes value(m, i) of out[.][m][2 * i ..] to its dims of a row.
+  template <class Value>
+  static __device__ __forceinline__ void store_column(float *row, Value value, int g) {
+#pragma unroll
+    for (int m = 0; m < MTILES; m++)
+      if (m / 2 >= CHUNKS)
+        *(float2 *)(row + dim_of(m, 0, g)) = make_float2(value(m, 0), value(m, 1));
+      else if (m % 2 == 0)
+        *(float4 *)(row + dim_of(m, 0, g)) = make_float4(value(m, 0), value(m, 1), value(m + 1, 0), value(m + 1, 1));
+  }
+
   // Row g's sum over all of the warp's tokens.
   __device__ __forceinline__ float row_sum() const {
     float all = sum + __shfl_xor_sync(~0u, sum, 1);

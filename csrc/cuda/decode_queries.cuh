@@ -125,13 +125,15 @@ struct QueryRows {
   static __device__ __forceinline__ int dim_of(int i, int lane) { return IN_REGISTERS ? N * lane + i : lane + 32 * i; }
   static __device__ __forceinline__ bool in_row(int i, int lane) { return DIM % 32 == 0 || dim_of(i, lane) < DIM; }
 
-  __device__ __forceinline__ void place(const DecodeArgs &a, int sequence, int h, int row, bool is_valid, int lane) {
+  // Row `row` of head h, whose keys are those of `store_head`.
+  __device__ __forceinline__ void place(const DecodeArgs &a, int sequence, int h, int store_head, int row,
+                                        bool is_valid, int lane) {
     const StoreArgs &k = a.keys;
     int first = IN_REGISTERS ? N * lane : 0;
     valid = is_valid;
     from = query_of<T>(a, sequence, h, valid ? row : 0) + first;
-    centre = k.centre + (int64_t)sequence * k.centre_stride[0] + h * k.centre_stride[1] + first;
-    balance = k.balance + (int64_t)sequence * k.balance_stride[0] + h * k.balance_stride[1] + first;
+    centre = k.centre + (int64_t)sequence * k.centre_stride[0] + store_head * k.centre_stride[1] + first;
+    balance = k.balance + (int64_t)sequence * k.balance_stride[0] + store_head * k.balance_stride[1] + first;
     hold(from), hold(centre), hold(balance);
   }
 

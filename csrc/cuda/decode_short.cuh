@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(THREADS, 3)
   Queries<S::DIM> queries(memory + S::QUERIES);
   int first = parts.tile(blockIdx.y), count = parts.tile(blockIdx.y + 1) - first;
   QueryRows<T, S::DIM> query;
-  query.place(a, b, h, first_row + warp, warp < rows, lane);
+  query.place(a, b, h, h, first_row + warp, warp < rows, lane);
   TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, lane);
   source.hold(), fetch_parameters(a), fetch_parameters(parts);
   wait_for_kernels_ahead();
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS, 3)
   close_copies();
   let_next_kernel_begin();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
-  store_queries<S>(query, a, keys.step, queries, b, h, first_row, rows, warp, lane);
+  store_queries<S>(query, a, keys.step, queries, b, h, h, first_row, rows, warp, lane);
   wait_copy_groups<0>();
   __syncthreads();
   ShortWarp<S> mine;

@@ -19,6 +19,9 @@ void launch_sign_top_p_select(const SignScan &, const TopP &, int num_multiproce
 void launch_qk_selected(const Selected &, cudaStream_t);
 int64_t attend_selected_scratch_bytes(const Selected &, int num_multiprocessors);
 void launch_attend_selected(const Selected &, int num_multiprocessors, void *scratch, cudaStream_t);
+// Merged with the first of two pieces. The second, of the selected tokens, is written if the merge is a launch of its
+// own.
+void launch_merge_selected(const Selected &, const Pieces &, int num_multiprocessors, void *scratch, cudaStream_t);
 void launch_gather_selected(const Gathering &, int num_multiprocessors, cudaStream_t);
 
 }  // namespace cuda

@@ -160,67 +160,62 @@ __global__ void __launch_bounds__(ANY_THREADS, 2)
   const Attention &a = s.attention;
   AnyBlock block(s, (float *)memory);
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  int t = threadIdx.x, lane = block.lane, part = blockIdx.x, tiles = w.tiles_before(w.items);
-  int tile = w.first_tile(part, tiles), left = w.first_tile(part + 1, tiles) - tile;
-  if (left <= 0) return;
-  for (int item = w.item_of(tile); left > 0; item++, tile = 0) {
-    int now = min(left, w.tiles_of(item) - tile), count = w.count_of(item);
-    if (now <= 0) continue;
-    ItemPlace place(w, item);
-    int h = place.kv_head(a, w);
-    RowSource keys = keys_of(s, place.b, h), values = values_of(s, place.b, h);
-    keys.load_values(key_values), values.load_values(value_values);
-    const int32_t *indices =
-        s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1];
-    block.load_queries(w, item, keys);
-    if (t < ITEM_ROWS) top[t] = NOTHING, mass[t] = 0;
-    float sums[MAX_DIMS_EACH][ITEM_ROWS] = {};
-    for (int at = tile * SPARSE_TILE; at < min((tile + now) * SPARSE_TILE, count); at += WARP) {
-      block.load_tokens(indices, at, count);
-      __syncthreads();
-      block.load_tile(keys, key_values);
-      __syncthreads();
-      for (int r = block.warp; r < ITEM_ROWS; r += ANY_WARPS) {
-        int row = min(w.first_row(item) + r, w.rows - 1), token = block.tokens[lane];
-        float x = -INFINITY;
-        if (token >= 0) {
-          x = block.score(r);
-          if (a.softcap > 0) x = tanhf(x / a.softcap) * a.softcap;
-          x = TokenMask(a.mask, place.b, place.head(a, w, row), place.query(a, row)).add(x * LOG2_OF_E, token);
-        }
-        float most = fmaxf(top[r], warp_max(x)), p = exp2f(x - most), all = warp_sum(p);
-        __syncwarp();
-        if (lane == 0) keep[r] = exp2f(top[r] - most), mass[r] = mass[r] * keep[r] + all, top[r] = most;
-        block.weights[r * WARP + lane] = p;
-        __syncwarp();
-      }
-      __syncthreads();
-      block.load_tile(values, value_values);
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < MAX_DIMS_EACH; i++) {
-        int d = t + i * ANY_THREADS;
-        if (d >= a.value_dim) continue;
-#pragma unroll
-        for (int r = 0; r < ITEM_ROWS; r++) sums[i][r] *= keep[r];
-        for (int n = 0; n < WARP && at + n < count; n++) {
-          float v = block.tile[n * block.shape.tile_row + d];
-#pragma unroll
-          for (int r = 0; r < ITEM_ROWS; r++) sums[i][r] = fmaf(block.weights[r * WARP + n], v, sums[i][r]);
-        }
-      }
-      __syncthreads();
-    }
-    int64_t to = (int64_t)(part + item) * ITEM_ROWS;
-#pragma unroll
-    for (int i = 0; i < MAX_DIMS_EACH; i++)
-#pragma unroll
-      for (int r = 0; r < ITEM_ROWS; r++)
-        if (t + i * ANY_THREADS < a.value_dim) w.sums[(to + r) * a.value_dim + t + i * ANY_THREADS] = sums[i][r];
-    if (t < ITEM_ROWS) w.state[to + t] = make_float2(top[t], mass[t]);
+  int t = threadIdx.x, lane = block.lane;
+  Share share(w);
+  if (share.item < 0) return;
+  int item = share.item, count = w.count_of(item);
+  ItemPlace place(w, item);
+  int h = place.kv_head(a, w);
+  RowSource keys = keys_of(s, place.b, h), values = values_of(s, place.b, h);
+  keys.load_values(key_values), values.load_values(value_values);
+  const int32_t *indices =
+      s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1];
+  block.load_queries(w, item, keys);
+  if (t < ITEM_ROWS) top[t] = NOTHING, mass[t] = 0;
+  float sums[MAX_DIMS_EACH][ITEM_ROWS] = {};
+  for (int at = share.first * SPARSE_TILE; at < min(share.last * SPARSE_TILE, count); at += WARP) {
+    block.load_tokens(indices, at, count);
     __syncthreads();
-    left -= now;
+    block.load_tile(keys, key_values);
+    __syncthreads();
+    for (int r = block.warp; r < ITEM_ROWS; r += ANY_WARPS) {
+      int row = min(w.first_row(item) + r, w.rows - 1), token = block.tokens[lane];
+      float x = -INFINITY;
+      if (token >= 0) {
+        x = block.score(r);
+        if (a.softcap > 0) x = tanhf(x / a.softcap) * a.softcap;
+        x = TokenMask(a.mask, place.b, place.head(a, w, row), place.query(a, row)).add(x * LOG2_OF_E, token);
+      }
+      float most = fmaxf(top[r], warp_max(x)), p = exp2f(x - most), all = warp_sum(p);
+      __syncwarp();
+      if (lane == 0) keep[r] = exp2f(top[r] - most), mass[r] = mass[r] * keep[r] + all, top[r] = most;
+      block.weights[r * WARP + lane] = p;
+      __syncwarp();
+    }
+    __syncthreads();
+    block.load_tile(values, value_values);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < MAX_DIMS_EACH; i++) {
+      int d = t + i * ANY_THREADS;
+      if (d >= a.value_dim) continue;
+#pragma unroll
+      for (int r = 0; r < ITEM_ROWS; r++) sums[i][r] *= keep[r];
+      for (int n = 0; n < WARP && at + n < count; n++) {
+        float v = block.tile[n * block.shape.tile_row + d];
+#pragma unroll
+        for (int r = 0; r < ITEM_ROWS; r++) sums[i][r] = fmaf(block.weights[r * WARP + n], v, sums[i][r]);
+      }
+    }
+    __syncthreads();
   }
+  int64_t to = (int64_t)blockIdx.x * ITEM_ROWS;
+#pragma unroll
+  for (int i = 0; i < MAX_DIMS_EACH; i++)
+#pragma unroll
+    for (int r = 0; r < ITEM_ROWS; r++)
+      if (t + i * ANY_THREADS < a.value_dim) w.sums[(to + r) * a.value_dim + t + i * ANY_THREADS] = sums[i][r];
+  if (t < ITEM_ROWS) w.state[to + t] = make_float2(top[t], mass[t]);
 }
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// attend_selected, qk_selected and gather_selected on CUDA devices.
+// attend_selected, with a merge too, qk_selected and gather_selected on CUDA devices.
 #include "call.h"
 #include "sparse.h"
 #include "sparse_problems.h"
@@ -37,6 +37,20 @@ void attend_selected(const Tensor &q, const Tensors &keys, const Tensors &values
   call.check("attend_selected");
 }
 
+void merge_selected(const Tensor &q, const Tensors &keys, const Tensors &values, const Tensor &indices,
+                    const Tensor &count, const OptionalTensor &mask, double scale, double softcap, const Tensor &outs,
+                    const Tensor &lses, const Tensor &out, const Tensor &lse) {
+  Call call("q", q);
+  Selected s = attend_selected_problem(q, keys, values, indices, count, mask, scale, softcap, out, lse);
+  Pieces p = merge_problem(outs, lses, out, lse);
+  KVQ_CHECK(p.pieces == 2, "outs", "have two pieces", text(outs));
+  check_count(call, s, q);
+  int processors = call.num_multiprocessors();
+  char *scratch = call.scratch(attend_selected_scratch_bytes(s, processors));
+  launch_merge_selected(s, p, processors, scratch, call.stream());
+  call.check("merge_selected");
+}
+
 // What kernels can read of memory on the CPU is pinned.
 void check_readable(const Tensor &x) {
   if (!x.is_cpu() || !x.numel()) return;
@@ -62,6 +76,7 @@ void gather_selected(const Tensor &x, const Tensor &indices, const Tensor &count
 STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m) {
   m.impl("qk_selected", TORCH_BOX(&qk_selected));
   m.impl("attend_selected", TORCH_BOX(&attend_selected));
+  m.impl("merge_selected", TORCH_BOX(&merge_selected));
   m.impl("gather_selected", TORCH_BOX(&gather_selected));
 }
 

@@ -1,17 +1,16 @@
 // attend_selected and qk_selected: which kernel takes a problem, and how many blocks of threads share it.
+#include "decode_args.h"
+#include "launch.h"
 #include "sparse_combine.cuh"
-#include "sparse_packed.cuh"
+#include "sparse_gather.cuh"
+#include "sparse_parts.h"
 
 namespace kvq {
 namespace cuda {
 
 namespace {
 
-bool aligned(const Dense &x) {
-  bool good = (uintptr_t)x.data % 16 == 0;
-  for (int64_t stride : x.stride) good = good && stride % 8 == 0;
-  return good;
-}
+constexpr int MAX_PART_TILES = 4 * 1000;  // so that sums of lower bytes (decode_packed.cuh) stay within 32 bits
 
 // Whether a block of the current device may have this much shared memory.
 bool has_shared(int bytes) {
@@ -36,22 +35,9 @@ bool gathers(const Selected &s) {
   return pairs && aligned(a.exact_keys) && aligned(a.exact_values);
 }
 
-bool gapless(const Store &s, int words) {
-  bool good = (uintptr_t)s.sign % 16 == 0 && (uintptr_t)s.mag % 16 == 0 && (uintptr_t)s.scale % 4 == 0;
-  for (int i = 0; i < 3; i++) good = good && s.sign_stride[i] % 4 == 0 && s.mag_stride[i] % 4 == 0;
-  return good && s.mag_stride[3] == words && s.scale_stride[0] % 2 == 0 && s.scale_stride[1] % 2 == 0;
-}
-
-// Whether tensor cores have a kernel: keys and values of three bits, 128 dims, 16-bit queries.
-bool gathers_packed(const Selected &s) {
-  const Attention &a = s.attention;
-  if (!s.packed_keys || !s.packed_values || a.dim != 128 || a.value_dim != 128 || a.q.dtype == FLOAT32) return false;
-  return a.keys.bits == 3 && a.values.bits == 3 && gapless(a.keys, 4) && gapless(a.values, 4);
-}
-
 // Blocks of threads that a multiprocessor holds.
-int ctas_of(const Selected &s) {
-  if (gathers_packed(s)) return PackedShape<3, 128>::CTAS;
+int ctas_of(const Selected &s, int rows) {
+  if (packed_fits(s)) return packed_ctas(rows);
   if (!gathers(s)) return 4;
   return s.attention.dim <= 128 ? GatherShape<128>::CTAS : GatherShape<256>::CTAS;
 }
@@ -62,11 +48,15 @@ Work work_of(const Selected &s, int num_multiprocessors, char *scratch, int64_t 
   w.selections = (int)s.selection.selections, w.rows = (int)(a.group * a.heads / w.selections * a.queries);
   w.row_blocks = (int)ceil_div(w.rows, ITEM_ROWS), w.items = (int)(a.batch * w.selections * w.row_blocks);
   w.count = s.selection.count, w.count_stride = s.selection.count_stride;
-  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE), each = ctas_of(s);
-  most = most < 1 ? 1 : most;
-  w.parts = (int)(most < each * num_multiprocessors ? most : each * num_multiprocessors);
-  int64_t places = (int64_t)(w.parts + w.items) * ITEM_ROWS, sums = round_up(places * a.value_dim * 4, 256);
-  w.sums = (float *)scratch, w.state = (float2 *)(scratch + sums), bytes = sums + places * (int64_t)sizeof(float2);
+  int64_t most = (int64_t)w.items * ceil_div(s.selection.capacity, SPARSE_TILE);
+  int64_t fill = ctas_of(s, w.rows) * num_multiprocessors, least = ceil_div(most, MAX_PART_TILES) + w.items;
+  fill = fill > 2 * w.items ? fill : 2 * w.items, fill = fill > least ? fill : least;
+  most = most < w.items ? w.items : most;
+  w.parts = (int)(most < fill ? most : fill);
+  int64_t places = (int64_t)w.parts * ITEM_ROWS, sums = places * a.value_dim * 4, states = places * sizeof(float2);
+  w.state = (float2 *)scratch, w.spans = (int2 *)(scratch + states);
+  int64_t head = round_up(states + w.items * (int64_t)sizeof(int2), 256);
+  w.sums = (float *)(scratch + head), bytes = head + sums;
   return w;
 }
 
@@ -93,6 +83,22 @@ void gather(const Selected &s, const Work &w, cudaStream_t stream) {
   }
 }
 
+void attend_parts(const Selected &s, const Work &w, cudaStream_t stream) {
+  if (packed_fits(s)) {
+    launch_attend_packed(s, w, stream);
+  } else if (!gathers(s)) {
+    launch_behind(attend_any, dim3(w.parts), ANY_THREADS, any_bytes(s.attention), stream, s, w);
+  } else if (s.attention.q.dtype == FLOAT16) {
+    gather<__half>(s, w, stream);
+  } else {
+    gather<__nv_bfloat16>(s, w, stream);
+  }
+}
+
+void combine(const Selected &s, const Work &w, cudaStream_t stream) {
+  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), JOIN_THREADS, combine_bytes(s.attention), stream, s, w);
+}
+
 }  // namespace
 
 int64_t attend_selected_scratch_bytes(const Selected &s, int num_multiprocessors) {
@@ -105,16 +111,24 @@ void launch_attend_selected(const Selected &s, int num_multiprocessors, void *sc
   int64_t bytes;
   Work w = work_of(s, num_multiprocessors, (char *)scratch, bytes);
   if (!w.items) return;
-  if (gathers_packed(s)) {
-    gather_by<PackedWarp<3, 128>>(s, w, stream);
-  } else if (!gathers(s)) {
-    launch_behind(attend_any, dim3(w.parts), ANY_THREADS, any_bytes(s.attention), stream, s, w);
-  } else if (s.attention.q.dtype == FLOAT16) {
-    gather<__half>(s, w, stream);
-  } else {
-    gather<__nv_bfloat16>(s, w, stream);
-  }
-  launch_behind(combine_selected, dim3(w.items * ITEM_ROWS), JOIN_THREADS, combine_bytes(s.attention), stream, s, w);
+  attend_parts(s, w, stream);
+  if (!launch_join(s, nullptr, w, stream)) combine(s, w, stream);
+}
+
+void launch_merge_selected(const Selected &s, const Pieces &p, int num_multiprocessors, void *scratch,
+                           cudaStream_t stream) {
+  int64_t bytes;
+  Work w = work_of(s, num_multiprocessors, (char *)scratch, bytes);
+  if (!w.items) return;
+  attend_parts(s, w, stream);
+  if (launch_join(s, &p, w, stream)) return;
+  Selected own = s;
+  Attention &a = own.attention;
+  a.out.dtype = p.outs_dtype, a.out.data = (char *)p.outs + p.outs_stride[0] * (p.outs_dtype == FLOAT32 ? 4 : 2);
+  a.lse = (float *)p.lses + p.lses_stride[0];
+  for (int i = 0; i < 3; i++) a.out.stride[i] = p.outs_stride[1 + i], a.lse_stride[i] = p.lses_stride[1 + i];
+  combine(own, w, stream);
+  launch_merge(p, stream);
 }
 
 void launch_qk_selected(const Selected &s, cudaStream_t stream) {

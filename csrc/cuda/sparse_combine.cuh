@@ -9,19 +9,6 @@ namespace cuda {
 
 constexpr int JOIN_WARPS = 8, JOIN_THREADS = JOIN_WARPS * WARP, LANE_DIMS = MAX_HEAD_DIM / WARP;
 
-// Parts that have tiles of an item.
-struct ItemParts {
-  int first, last, tiles;
-  __device__ __forceinline__ ItemParts(const Work &w, int item) {
-    int own = w.tiles_of(item), before = w.tiles_before(item);
-    tiles = w.tiles_before(w.items);
-    first = own ? w.owner(before, tiles) : 0, last = own ? w.owner(before + own - 1, tiles) : -1;
-  }
-  __device__ __forceinline__ bool has_tiles(const Work &w, int part) const {
-    return part <= last && w.first_tile(part, tiles) < w.first_tile(part + 1, tiles);
-  }
-};
-
 __global__ void __launch_bounds__(JOIN_THREADS)
     combine_selected(const __grid_constant__ Selected s, const __grid_constant__ Work w) {
   extern __shared__ float4 memory[];
@@ -32,15 +19,13 @@ __global__ void __launch_bounds__(JOIN_THREADS)
   float *y = (float *)memory, *of_warps = y + 2 * dim;
   if (row >= w.rows) return;
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  ItemParts parts(w, item);
-  auto place_of = [&](int part) { return (int64_t)(part + item) * ITEM_ROWS + r; };
+  Span parts(w, item);
+  auto place_of = [&](int part) { return (int64_t)(parts.first + part) * ITEM_ROWS + r; };
   float most = NOTHING, mass = 0, sums[LANE_DIMS] = {};
-  for (int part = parts.first + lane; part <= parts.last; part += WARP)
-    if (parts.has_tiles(w, part)) most = fmaxf(most, w.state[place_of(part)].x);
+  for (int part = lane; part < parts.count; part += WARP) most = fmaxf(most, w.state[place_of(part)].x);
   most = warp_max(most);
 #pragma unroll 2
-  for (int part = parts.first + warp; part <= parts.last; part += JOIN_WARPS) {
-    if (!parts.has_tiles(w, part)) continue;
+  for (int part = warp; part < parts.count; part += JOIN_WARPS) {
     float2 state = w.state[place_of(part)];
     const float *from = w.sums + place_of(part) * dim;
     float by = exp2f(state.x - most);

@@ -7,6 +7,7 @@
 // Weights are split into two halves, so that rounding them costs nothing.
 #pragma once
 
+#include "decode_asm.cuh"
 #include "halves.cuh"
 #include "sparse_asm.cuh"
 #include "sparse_work.cuh"
@@ -191,14 +192,22 @@ struct GatherWarp {
 template <class Worker>
 __device__ __forceinline__ void run(Worker &worker, int first, int last, int offset, const TokenMask &mask) {
   constexpr int STAGES = Worker::S::STAGES;
-  int at = first * SPARSE_TILE + offset, ahead = worker.token_at(at), started = first;
+  int at = first * SPARSE_TILE + offset, started = first, early[STAGES];
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) early[i] = worker.token_at(at + i * SPARSE_TILE);
+  int ahead = early[STAGES - 1];
+  at += (STAGES - 1) * SPARSE_TILE;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (started++ < last) worker.start(i, early[i]);
+    close_copies();
+  }
   auto start_next = [&](int stage) {
     int token = ahead;
-    at += SPARSE_TILE, started++;
-    if (started <= last) ahead = worker.token_at(at), worker.start(stage, token);
+    at += SPARSE_TILE;
+    if (started++ < last) ahead = worker.token_at(at), worker.start(stage, token);
     close_copies();
   };
-  for (int i = 0; i < STAGES - 1; i++) start_next(i);
   for (int tile = first, stage = 0; tile < last; tile++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     start_next(stage ? stage - 1 : STAGES - 1);
     wait_copy_groups<STAGES - 1>();
@@ -216,37 +225,32 @@ __global__ void __launch_bounds__(GATHER_WARPS *WARP, Worker::S::CTAS)
   extern __shared__ float4 memory[];
   float *sums = (float *)memory;
   float2 *state = (float2 *)(sums + GATHER_WARPS * ITEM_ROWS * SUMS_ROW);
+  fetch_parameters(s), fetch_parameters(w);
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  int lane = lane_id(), warp = warp_id(), part = blockIdx.x, tiles = w.tiles_before(w.items);
-  int tile = w.first_tile(part, tiles), left = w.first_tile(part + 1, tiles) - tile;
-  if (left <= 0) return;
+  int lane = lane_id(), warp = warp_id();
+  Share share(w);
+  if (share.item < 0) return;
   Worker worker(s, (char *)memory, warp, lane);
-  for (int item = w.item_of(tile); left > 0; item++, tile = 0) {
-    int now = min(left, w.tiles_of(item) - tile);
-    if (now <= 0) continue;
-    worker.begin(w, item);
-    ItemPlace place(w, item);
-    int row = min(w.first_row(item) + (lane >> 2), w.rows - 1);
-    TokenMask mask(s.attention.mask, place.b, place.head(s.attention, w, row), place.query(s.attention, row));
-    run(worker, tile, tile + now, warp * GATHER_STEP, mask);
-    __syncthreads();  // no warp needs its tokens any more
-    worker.store(sums, state, warp);
-    __syncthreads();
-    int64_t at = (int64_t)(part + item) * ITEM_ROWS;
-    for (int i = threadIdx.x; i < ITEM_ROWS * DIM; i += GATHER_WARPS * WARP) {
-      int r = i / DIM, d = i % DIM;
-      float most = NOTHING, all = 0, mass = 0;
-      for (int j = 0; j < GATHER_WARPS; j++) most = fmaxf(most, state[j * ITEM_ROWS + r].x);
-      for (int j = 0; j < GATHER_WARPS; j++) {
-        float2 x = state[j * ITEM_ROWS + r];
-        float by = fast_exp2(x.x - most);
-        all = fmaf(by, sums[(j * ITEM_ROWS + r) * SUMS_ROW + d], all), mass = fmaf(by, x.y, mass);
-      }
-      w.sums[(at + r) * DIM + d] = all;
-      if (d == 0) w.state[at + r] = make_float2(most, mass);
+  worker.begin(w, share.item);
+  ItemPlace place(w, share.item);
+  int row = min(w.first_row(share.item) + (lane >> 2), w.rows - 1);
+  TokenMask mask(s.attention.mask, place.b, place.head(s.attention, w, row), place.query(s.attention, row));
+  run(worker, share.first, share.last, warp * GATHER_STEP, mask);
+  __syncthreads();  // no warp needs its tokens any more
+  worker.store(sums, state, warp);
+  __syncthreads();
+  int64_t at = (int64_t)blockIdx.x * ITEM_ROWS;
+  for (int i = threadIdx.x; i < ITEM_ROWS * DIM; i += GATHER_WARPS * WARP) {
+    int r = i / DIM, d = i % DIM;
+    float most = NOTHING, all = 0, mass = 0;
+    for (int j = 0; j < GATHER_WARPS; j++) most = fmaxf(most, state[j * ITEM_ROWS + r].x);
+    for (int j = 0; j < GATHER_WARPS; j++) {
+      float2 x = state[j * ITEM_ROWS + r];
+      float by = fast_exp2(x.x - most);
+      all = fmaf(by, sums[(j * ITEM_ROWS + r) * SUMS_ROW + d], all), mass = fmaf(by, x.y, mass);
     }
-    __syncthreads();
-    left -= now;
+    w.sums[(at + r) * DIM + d] = all;
+    if (d == 0) w.state[at + r] = make_float2(most, mass);
   }
 }
 

@@ -1,164 +1,330 @@
-// Attention over selected tokens of packed keys and values on tensor cores.
+// Attention over selected tokens of keys and values of three bits and 128 dims: the integers of the decode kernels
+// (decode_packed.cuh) over tokens that are gathered.
 //
-// The words of a token come to shared memory as rows of dense tokens do (sparse_gather.cuh) and unfold there to halves,
-// in steps of the codebook, which are exact. Coordinates of a word lie in places (tiles.h). Queries are turned to where
-// keys are and split into two halves; scales of keys join the scores, those of values the weights, relative to the
-// first token's.
+// A warp takes 32 tokens a step. Their planes come to its own shared memory a step ahead, rows of four words (128
+// dims), so that ldmatrix deals them out: of the matrix of tokens 8 j .. 8 j + 7 lane (g, c) has word c of token
+// 8 j + g of the keys and, transposed, dims 16 g .. 16 g + 15 of tokens 8 j + 2 c and 8 j + 2 c + 1 of the values. The
+// column of a score in lane (g, c) is one of the same two tokens. Bits of values are put in order before they become
+// bytes: selectors hold one dim of four tokens, not four dims of one.
 #pragma once
 
-#include "sparse_any.cuh"
-#include "sparse_gather.cuh"
-#include "tiles_codes.cuh"
+#include "decode_kernel.cuh"
+#include "sparse_work.cuh"
 
 namespace kvq {
 namespace cuda {
 
-template <int BITS, int DIM>
-struct PackedShape {
-  static constexpr int WORDS = DIM / WORD_BITS, STAGES = 4, CTAS = DIM <= 128 ? 3 : 1;
-  static constexpr int SIDE = GATHER_STEP * BITS * WORDS, SCALES = 2 * SIDE;  // words of keys, then of values
-  static constexpr int TOKENS = SCALES + 2 * GATHER_STEP, STAGE = TOKENS + GATHER_STEP;
-  static constexpr int ROW = GatherShape<DIM>::ROW, TILE = GATHER_STEP * ROW / 2;  // words
-  static constexpr int WARP_WORDS = TILE + STAGES * STAGE;
-  static constexpr int QUERY_WORDS = (ITEM_ROWS + ANY_WARPS) * DIM + ITEM_ROWS, FRAGMENT_WORDS = DIM / 16 * WARP * 4;
-  static constexpr int BYTES = 4 * (GATHER_WARPS * WARP_WORDS + QUERY_WORDS + FRAGMENT_WORDS);
-  static_assert(4 * GATHER_WARPS * WARP_WORDS >= GatherShape<DIM>::SUMS_BYTES, "partial sums of warps fit");
-  static_assert(STAGE % 4 == 0 && TILE % 4 == 0 && SIDE % 4 == 0, "words are copied in units of 16 bytes");
-};
-
-template <int BITS, int DIMS>
-struct PackedWarp {
-  static constexpr int DIM = DIMS, STEPS = DIM / 16;
-  using S = PackedShape<BITS, DIM>;
-
-  const Selected &s;
-  __half *tile;
-  uint32_t *stages;
-  tiles::HalfTable key_table, value_table;
+// A head of `attention` is a selection.
+struct SelectedArgs {
+  DecodeArgs attention;
   const int32_t *indices;
-  int b, h, count, lane;
-  float key_step, value_step, bias, unit;  // of values: scale of the first token
-  RowSums<__half, DIM> result;
-  uint4 *fragments;  // [STEPS, lane]: upper and lower halves of queries, in shared memory as registers are few
+  int64_t index_stride[2];  // batch, selection
+  int tokens, each;         // tokens that an index may name, selections of a key/value head
+  uint32_t key_sign, key_mag, value_sign, value_mag;  // bytes from token to token
+};
 
-  __device__ __forceinline__ PackedWarp(const Selected &s, char *shared, int warp, int lane) : s(s), lane(lane) {
-    tile = (__half *)((uint32_t *)shared + warp * S::WARP_WORDS), stages = (uint32_t *)tile + S::TILE;
-    fragments = (uint4 *)((uint32_t *)shared + GATHER_WARPS * S::WARP_WORDS + S::QUERY_WORDS);
-    const Attention &a = s.attention;
-    key_table = tiles::half_table(a.keys), value_table = tiles::half_table(a.values);
-    key_step = tiles::step_of(a.keys), value_step = tiles::step_of(a.values);
+// A step in shared memory, in words. Planes start 16 words apart in the banks, as their rows are written in turn.
+struct StepLayout {
+  static constexpr int LEN = 32, ROW = 4, PLANE = LEN * ROW + 16, KEYS = 0, VALUES = 3 * PLANE;
+  static constexpr int KEY_SCALE = 6 * PLANE, VALUE_SCALE = KEY_SCALE + LEN;  // the word that holds a token's scale
+  static constexpr int TOKENS = VALUE_SCALE + LEN, SIZE = TOKENS + LEN;
+};
+
+// What limits is how many pieces of 64 bytes the memory finds in a second, not how many are asked for ahead: more stages
+// were slower. As many CTAs as fit, so that those of a launch that begins early are spread evenly.
+template <bool OCT_>
+struct SelectedShape {
+  static constexpr bool OCT = OCT_;
+  static constexpr int DIM = 128, VDIM = 128, NUM_ROWS = OCT ? 8 : 4, STAGES = 2, CTAS = OCT ? 2 : 3;
+  static constexpr int STEPS = 4 * WARPS * STAGES * StepLayout::SIZE;
+  static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * ROWS * MERGE_ROW;
+  static constexpr int QUERIES = larger(STEPS, MERGED), BYTES = QUERIES + Queries<DIM>::BYTES;
+};
+
+// Where a lane copies from, of one selection.
+struct SelectedSource {
+  const char *key_sign, *key_mag, *value_sign, *value_mag, *key_scale, *value_scale;
+  const int32_t *indices;
+  int count, lane;
+
+  __device__ __forceinline__ SelectedSource(const SelectedArgs &s, const ItemPlace &place, int count, int lane)
+      : count(count), lane(lane) {
+    const StoreArgs &k = s.attention.keys, &v = s.attention.values;
+    int h = place.k / s.each;
+    auto of = [&](const auto *data, const int *stride) {
+      return (const char *)(data + (int64_t)place.b * stride[0] + (int64_t)h * stride[1]);
+    };
+    key_sign = of(k.sign, k.sign_stride), key_mag = of(k.mag, k.mag_stride) + 16 * (lane & 1);
+    value_sign = of(v.sign, v.sign_stride), value_mag = of(v.mag, v.mag_stride) + 16 * (lane & 1);
+    key_scale = of(k.scale, k.scale_stride), value_scale = of(v.scale, v.scale_stride);
+    hold(key_sign), hold(key_mag), hold(value_sign), hold(value_mag), hold(key_scale), hold(value_scale);
+    indices = s.indices + place.b * s.index_stride[0] + place.k * s.index_stride[1] + lane;
   }
 
-  // By all warps of the block.
-  __device__ __forceinline__ void begin(const Work &w, int item) {
-    ItemPlace place(w, item);
-    b = place.b, h = place.kv_head(s.attention, w), count = w.count_of(item), result.clear();
-    indices = s.selection.indices + place.b * s.selection.index_stride[0] + place.k * s.selection.index_stride[1];
-    AnyBlock turned(s, (float *)fragments - S::QUERY_WORDS);
-    turned.load_queries(w, item, keys_of(s, b, h));
-    __syncthreads();
-    int g = lane >> 2, c = lane & 3;
-    const float *row = turned.queries + g * DIM;
-    bias = turned.bias[g] * s.attention.scale;
-    for (int i = turned.warp; i < STEPS; i += GATHER_WARPS) {
-      uint32_t upper[2], lower[2];
+  // This lane's of the 32 tokens from place `at` of the selection, -1 behind its end.
+  __device__ __forceinline__ int token_at(const SelectedArgs &s, int at) const {
+    return at + lane < count ? (int)min((uint32_t)indices[at], (uint32_t)(s.tokens - 1)) : -1;
+  }
+
+  // Starts the copies of a step; missing tokens get some other's. Two lanes copy the magnitudes of a token.
+  __device__ __forceinline__ void start(const SelectedArgs &s, uint32_t *step, int token) const {
+    using L = StepLayout;
+    step[L::TOKENS + lane] = (uint32_t)token;
+    uint32_t own = (uint32_t)max(token, 0), to = shared_address(step) + 16 * lane;
+    start_copy(to + 4 * L::KEYS, advanced(key_sign, own, s.key_sign));
+    start_copy(to + 4 * L::VALUES, advanced(value_sign, own, s.value_sign));
+    copy_async<4>(step + L::KEY_SCALE + lane, advanced(key_scale, own / 2, 4));
+    copy_async<4>(step + L::VALUE_SCALE + lane, advanced(value_scale, own / 2, 4));
+    to = shared_address(step) + 4 * L::PLANE * (1 + (lane & 1)) + 16 * (lane / 2);
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        int at = 16 * i + 8 * j + 2 * c;
-        float x = row[tiles::code_of(at)], y = row[tiles::code_of(at + 1)];
-        upper[j] = pair_of<__half>(x, y);
-        float2 rounded = floats_of_pair<__half>(upper[j]);
-        lower[j] = pair_of<__half>(x - rounded.x, y - rounded.y);
-      }
-      fragments[i * WARP + lane] = make_uint4(upper[0], upper[1], lower[0], lower[1]);
+    for (int half = 0; half < 2; half++) {
+      uint32_t from = __shfl_sync(ALL_LANES, own, 16 * half + lane / 2);
+      start_copy(to + 256 * half + 4 * L::KEYS, advanced(key_mag, from, s.key_mag));
+      start_copy(to + 256 * half + 4 * L::VALUES, advanced(value_mag, from, s.value_mag));
     }
-    __syncthreads();
-    unit = count > 0 ? __half2float(((const __half *)scales_at(s.attention.values, b, h))[first_token()]) : 1;
-    unit = unit > 0 ? unit : 1;
-  }
-
-  __device__ __forceinline__ int first_token() const {
-    return (int)min((uint32_t)*(indices), (uint32_t)(s.tokens - 1));
-  }
-  __device__ __forceinline__ int token_at(int at) const {
-    at += lane % GATHER_STEP;
-    return at < count ? (int)min((uint32_t)*(indices + at), (uint32_t)(s.tokens - 1)) : -1;
-  }
-
-  // Starts copies of a store's words of 16 tokens: signs [token, W], then magnitudes [token, planes, W]; missing ones
-  // stay.
-  __device__ __forceinline__ void start_words(const Store &store, uint32_t *to, int token) const {
-    constexpr int UNITS = BITS * S::WORDS * 4 % 16 ? 1 : 4, SIGN_UNITS = S::WORDS / UNITS, ALL = BITS * SIGN_UNITS;
-    const uint32_t *sign = store.sign + b * store.sign_stride[0] + h * store.sign_stride[1];
-    const uint32_t *mag = store.mag + b * store.mag_stride[0] + h * store.mag_stride[1];
-    for (int first = 0; first < GATHER_STEP * ALL; first += WARP) {
-      int i = first + lane, row = i / ALL, unit = i % ALL * UNITS,
-          from = __shfl_sync(ALL_LANES, token, row % GATHER_STEP);
-      bool is_sign = unit < S::WORDS;
-      const uint32_t *source =
-          is_sign ? sign + from * store.sign_stride[2] + unit : mag + from * store.mag_stride[2] + unit - S::WORDS;
-      uint32_t *place =
-          is_sign ? to + row * S::WORDS + unit : to + (GATHER_STEP + row * (BITS - 1)) * S::WORDS + unit - S::WORDS;
-      if (from >= 0 && row < GATHER_STEP) copy_async<4 * UNITS>(place, source);
-    }
-  }
-
-  __device__ __forceinline__ void start(int stage, int token) const {
-    uint32_t *to = stages + stage * S::STAGE;
-    const Store &keys = s.attention.keys, &values = s.attention.values;
-    start_words(keys, to, token);
-    start_words(values, to + S::SIDE, token);
-    const uint16_t *scales = scales_at(lane < GATHER_STEP ? keys : values, b, h);
-    if (token >= 0)  // the word that holds the scale
-      copy_async<4>(to + S::SCALES + lane, (const uint32_t *)scales + token / 2);
-    if (lane < GATHER_STEP) ((int *)to)[S::TOKENS + lane] = token;
-  }
-
-  __device__ __forceinline__ void unfold(const uint32_t *words, const uint32_t *tokens,
-                                         const tiles::HalfTable &table) const {
-    const uint32_t *mag = words + GATHER_STEP * S::WORDS;
-    for (int i = lane; i < GATHER_STEP * S::WORDS; i += WARP) {
-      int row = i % GATHER_STEP, word = i / GATHER_STEP;
-      __half *to = tile + row * S::ROW + word * WORD_BITS;
-      if ((int)tokens[row] >= 0)
-        tiles::unfold_word<BITS>(words + row * S::WORDS + word, mag + row * (BITS - 1) * S::WORDS + word, S::WORDS,
-                                 table, to);
-      else
-        for (int j = 0; j < 4; j++) ((uint4 *)to)[j] = make_uint4(0, 0, 0, 0);
-    }
-  }
-
-  static __device__ __forceinline__ float scale_in(uint32_t word, int token) {
-    return __half2float(__ushort_as_half((unsigned short)(word >> (16 * (token & 1)))));
-  }
-
-  __device__ __forceinline__ void step(int stage, const TokenMask &mask) {
-    const uint32_t *words = stages + stage * S::STAGE, *tokens = words + S::TOKENS;
-    float x[2][4] = {}, by[4];
-    unfold(words, tokens, key_table);
-    __syncwarp();
-    result.each_keys(tile, lane, [&](int i, const uint32_t (&k)[4]) {
-      uint4 query = fragments[i * WARP + lane];
-      result.multiply(x, make_uint2(query.x, query.y), k), result.multiply(x, make_uint2(query.z, query.w), k);
-    });
-    __syncwarp();  // before values take the place of keys
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int row = 8 * (i / 2) + 2 * (lane & 3) + i % 2, token = (int)tokens[row];
-      float &y = x[i / 2][i % 2];
-      float score = fmaf(y, key_step * scale_in(words[S::SCALES + row], token) * s.attention.scale, bias);
-      y = token < 0 ? -INFINITY : mask.add(capped(score, s.attention.softcap) * LOG2_OF_E, token);
-      by[i] = token < 0 ? 0 : scale_in(words[S::SCALES + GATHER_STEP + row], token) / unit;
-    }
-    unfold(words + S::SIDE, tokens, value_table);
-    __syncwarp();
-    result.add(x, by, tile, lane);
-  }
-
-  __device__ __forceinline__ void store(float *sums, float2 *state, int warp) const {
-    result.store(sums, state, warp, lane, unit * value_step, [](int place) { return tiles::code_of(place); });
   }
 };
+
+template <bool OCT>
+struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
+  using Packed = PackedWarp<3, 3, 128, 128, OCT>;
+  using L = StepLayout;
+  static constexpr int OWN = OCT ? 8 : 4;  // tokens of a step whose softmax a lane does
+  using Packed::LIMBS, Packed::MTILES, Packed::query, Packed::row, Packed::top, Packed::sum, Packed::unit,
+      Packed::shift, Packed::out, Packed::total;
+
+  // The matrix of this lane's tokens 2 i and 2 i + 1.
+  static __device__ __forceinline__ int matrix_of(int i, int g) { return OCT || g < 4 ? i : i + 2; }
+
+  __device__ __forceinline__ void products(const uint32_t *step, const ByteTable &table, int lane,
+                                           int (&acc)[4][4]) const {
+    uint32_t sign[4], low[4], high[4];
+    const uint32_t *from = step + L::KEYS + L::ROW * lane;
+    load_straight(sign, from), load_straight(low, from + L::PLANE), load_straight(high, from + 2 * L::PLANE);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      Planes<3> planes{sign[j], {low[j], high[j]}};
+      Selectors s = planes.selectors(table);
+      acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
+#pragma unroll
+      for (int phase = 0; phase < 4; phase++) {
+        uint32_t b0, b1;
+        const uint32_t (&a)[4] = query[phase];
+        planes.bytes(table, s.low(phase), s.high(phase), phase, b0, b1);
+        mma_int8<false>(acc[j], a[0], a[1], a[2], a[3], b0, b1, acc[j]);
+      }
+    }
+  }
+
+  // Two scales from the words that hold them; `places` says which half of each.
+  static __device__ __forceinline__ uint32_t scale_pair(const uint32_t *words, uint32_t places) {
+    uint2 two = *(const uint2 *)words;
+    return permute_bytes(two.x, two.y, places);
+  }
+
+  // Scores, times log2 e where `restricted`, else still without factor and bias; scales of the values.
+  __device__ __forceinline__ void scores(const uint32_t *step, const ByteTable &table, bool restricted, float softcap,
+                                         const RowMask &mask, int lane, float (&x)[OWN],
+                                         uint32_t (&scale)[OWN / 2]) const {
+    int g = lane >> 2, c = lane & 3, acc[4][4];
+    products(step, table, lane, acc);
+#pragma unroll
+    for (int i = 0; i < OWN / 2; i++) {
+      int at = 8 * matrix_of(i, g) + 2 * c;
+      uint2 token = *(const uint2 *)(step + L::TOKENS + at);
+      uint32_t places = 0x5410u + 0x22u * (token.x & 1) + 0x2200u * (token.y & 1);
+      uint32_t key_scale = scale_pair(step + L::KEY_SCALE + at, places);
+      scale[i] = scale_pair(step + L::VALUE_SCALE + at, places);
+      float2 by = __half22float2(*(const __half2 *)&key_scale);
+      int limb = (int)table.limb, n[2];
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        n[e] = limb * acc[i][e] + acc[i][2 + e];
+        if constexpr (!OCT) {
+          int other = limb * acc[i + 2][e] + acc[i + 2][2 + e];
+          n[e] = g < 4 ? n[e] : other;
+        }
+      }
+      x[2 * i] = (float)(n[0] + row.half_sum) * by.x, x[2 * i + 1] = (float)(n[1] + row.half_sum) * by.y;
+      if (!restricted) continue;
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        int id = (int)(e ? token.y : token.x);
+        float y = fmaf(x[2 * i + e], row.factor, row.bias);
+        if (softcap > 0) y = soft_capped(y, softcap);
+        x[2 * i + e] = id < 0 ? -INFINITY : mask.data ? mask.add(y, id) : y;
+        scale[i] = id < 0 ? scale[i] & (e ? 0x0000FFFFu : 0xFFFF0000u) : scale[i];
+      }
+    }
+  }
+
+  // Weights times scales as bytes of B fragments, tokens of matrices 0 and 1, then of 2 and 3.
+  __device__ __forceinline__ void weights(const float (&x)[OWN], const uint32_t (&scale)[OWN / 2], float factor,
+                                          float offset, int g, uint32_t (&weight)[LIMBS][2]) {
+    const uint32_t upper = 0x0062u, lower = 0x0051u;  // byte 2 of two words, byte 1
+    float y[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN / 2; i++) {
+      float2 s = __half22float2(*(const __half2 *)&scale[i]);
+      float p0 = fast_exp2(fmaf(x[2 * i], factor, offset)), p1 = fast_exp2(fmaf(x[2 * i + 1], factor, offset));
+      sum += p0 + p1;
+      y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, OWN));
+      y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, OWN));
+    }
+    if constexpr (OCT) {
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        weight[0][half] = four_bytes(y + 4 * half, upper), weight[1][half] = four_bytes(y + 4 * half, lower);
+    } else {
+      uint32_t own = four_bytes(y, g < 4 ? upper : lower);
+      uint32_t other = __shfl_xor_sync(~0u, four_bytes(y, g < 4 ? lower : upper), 16);
+      weight[0][0] = g < 4 ? own : other, weight[0][1] = g < 4 ? other : own;
+    }
+  }
+
+  // One byte each of four words; `two` selects it from two.
+  static __device__ __forceinline__ uint32_t four_bytes(const float *x, uint32_t two) {
+    uint32_t low = permute_bytes(__float_as_uint(x[0]), __float_as_uint(x[1]), two);
+    uint32_t high = permute_bytes(__float_as_uint(x[2]), __float_as_uint(x[3]), two);
+    return permute_bytes(low, high, 0x5410u);
+  }
+
+  // Bits of one plane of two matrices: nibbles of the tokens 2 c, 2 c + 1 of the first, then of the second, of dims
+  // 16 g .. 16 g + 3 and, in the upper half, 8 later; `high`: of those 4 later.
+  static __device__ __forceinline__ void order(uint32_t first, uint32_t second, uint32_t &low, uint32_t &high) {
+    const uint32_t nibbles = 0x0F0F0F0Fu;
+    uint32_t even = permute_bytes(first, second, 0x5140u), odd = permute_bytes(first, second, 0x7362u);
+    low = select_bits(even, odd << 4, nibbles), high = select_bits(even >> 4, odd, nibbles);
+  }
+
+  __device__ __forceinline__ void add_values(const uint32_t *step, const ByteTable &table, int lane,
+                                             const uint32_t (&weight)[LIMBS][2]) {
+    uint32_t plane[3][4], ordered[2][2][3];  // [dims][matrices][plane]
+    const uint32_t ones = 0x01010101u, *from = step + L::VALUES + L::ROW * lane;
+#pragma unroll
+    for (int p = 0; p < 3; p++) load_transposed(plane[p], from + p * L::PLANE);
+#pragma unroll
+    for (int p = 0; p < 3; p++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        order(plane[p][2 * half], plane[p][2 * half + 1], ordered[0][half][p], ordered[1][half][p]);
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++)
+      total[l] = __dp4a(weight[l][0], ones, __dp4a(weight[l][1], ones, total[l]));
+#pragma unroll
+    for (int dims = 0; dims < 2; dims++) {
+      const uint32_t (&a)[3] = ordered[dims][0], (&b)[3] = ordered[dims][1];
+      Planes<3> first{a[0], {a[1], a[2]}}, second{b[0], {b[1], b[2]}};
+      Selectors s = first.selectors(table), t = second.selectors(table);
+#pragma unroll
+      for (int phase = 0; phase < 4; phase++) {
+        uint32_t x0, x1, y0, y1;
+        first.bytes(table, s.low(phase), s.high(phase), phase, x0, y0);
+        second.bytes(table, t.low(phase), t.high(phase), phase, x1, y1);
+#pragma unroll
+        for (int l = 0; l < LIMBS; l++) {
+          int (&to)[4] = out[l][4 * dims + phase];
+          mma_int8<true>(to, x0, y0, x1, y1, weight[l][0], weight[l][1], to);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_step(const uint32_t *step, const ByteTable &keys, const ByteTable &values,
+                                           bool restricted, float softcap, const RowMask &mask, int lane) {
+    float x[OWN];
+    uint32_t scale[OWN / 2], weight[LIMBS][2];
+    scores(step, keys, restricted, softcap, mask, lane, x, scale);
+    float factor = restricted ? 1 : row.factor, bias = restricted ? 0 : row.bias, most = x[0];
+    __half2 largest = *(const __half2 *)&scale[0];
+#pragma unroll
+    for (int i = 1; i < OWN / 2; i++) largest = __hmax2(largest, *(const __half2 *)&scale[i]);
+#pragma unroll
+    for (int t = 1; t < OWN; t++) most = fmaxf(most, x[t]);
+    most = fmaf(most, factor, bias);
+    float scale_most = fmaxf(__low2float(largest), __high2float(largest));
+    if (__builtin_expect(__any_sync(~0u, most > top + SLACK || scale_most > unit), 0))
+      Packed::raise(most, scale_most, lane & 3);
+    float offset = restricted ? Packed::exponent_of_one() - top : shift;  // large ones cancel first
+    weights(x, scale, factor, offset, lane >> 2, weight);
+    add_values(step, values, lane, weight);
+  }
+
+  // Writes value(m, i) of out[.][m][2 * i ..] to its dims of a row.
+  template <class Value>
+  static __device__ __forceinline__ void store_column(float *row, Value value, int g) {
+#pragma unroll
+    for (int dims = 0; dims < 2; dims++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        *(float4 *)(row + 16 * g + 4 * dims + 8 * i) =
+            make_float4(value(4 * dims, i), value(4 * dims + 1, i), value(4 * dims + 2, i), value(4 * dims + 3, i));
+  }
+};
+
+// The tiles of a part, by the warps of a CTA in turn.
+template <class T, class S>
+__device__ __forceinline__ void attend_share(const SelectedArgs &s, const Work &w, const Share &share,
+                                             const ByteTable &keys, const ByteTable &values, char *memory) {
+  using L = StepLayout;
+  constexpr int STAGES = S::STAGES, TURN = WARPS * L::LEN;
+  const DecodeArgs &a = s.attention;
+  int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3, row = w.first_row(share.item);
+  int rows = min(w.rows - row, S::NUM_ROWS);
+  ItemPlace place(w, share.item);
+  SelectedSource source(s, place, w.count_of(share.item), lane);
+  Queries<S::DIM> queries(memory + S::QUERIES);
+  uint32_t *mine = (uint32_t *)memory + warp * STAGES * L::SIZE;
+  int at = share.first * SPARSE_TILE + warp * L::LEN, stop = min(share.last * SPARSE_TILE, source.count);
+  int ahead[STAGES];
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) ahead[i] = source.token_at(s, at + i * TURN);
+  QueryRows<T, S::DIM> query;
+  query.place(a, place.b, place.k, place.k / s.each, row + warp, warp < rows, lane);
+  query.load(a, lane);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (at + i * TURN < stop) source.start(s, mine + i * L::SIZE, ahead[i]);
+    close_copies();
+  }
+  store_queries<S>(query, a, keys.step, queries, place.b, place.k, place.k / s.each, row, rows, warp, lane);
+  __syncthreads();
+  SelectedWarp<S::OCT> packed;
+  packed.clear();
+  packed.load_queries(queries.bytes, queries.info, g, c);
+  int own = g & (S::NUM_ROWS - 1);
+  RowMask mask = mask_of_row(a, place.b, place.k, row + (own < rows ? own : 0));
+  bool always = a.softcap > 0 || mask.data;
+  int next = ahead[STAGES - 1];
+  for (int stage = 0; at < stop; at += TURN, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+    int token = next, then = at + (STAGES - 1) * TURN;
+    if (then < stop) {
+      next = source.token_at(s, then + TURN);
+      source.start(s, mine + (stage ? stage - 1 : STAGES - 1) * L::SIZE, token);
+    }
+    close_copies();
+    wait_copy_groups<STAGES - 1>();
+    __syncwarp();
+    packed.add_step(mine + stage * L::SIZE, keys, values, always || at + L::LEN > source.count, a.softcap, mask, lane);
+    __syncwarp();
+  }
+  merge_warps<S>(w, packed, values.step, (int64_t)blockIdx.x * ITEM_ROWS, rows, (float *)memory);
+}
+
+template <class T, class S>
+__global__ void __launch_bounds__(THREADS, S::CTAS)
+    attend_packed(const __grid_constant__ SelectedArgs s, const __grid_constant__ Work w) {
+  extern __shared__ __align__(128) char memory[];
+  fetch_parameters(s), fetch_parameters(w);
+  wait_for_kernels_ahead(), let_next_kernel_begin();
+  int lane = lane_id();
+  float key_level = ByteTable::level_of(s.attention.keys.levels, 3, lane);
+  float value_level = ByteTable::level_of(s.attention.values.levels, 3, lane);
+  Share share(w);
+  if (share.item < 0) return;
+  ByteTable keys(key_level, 3, lane), values(value_level, 3, lane);
+  attend_share<T, S>(s, w, share, keys, values, memory);
+}
 
 }  // namespace cuda
 }  // namespace kvq

@@ -106,20 +106,17 @@ def attend_selected(
     value_dim: int | None = None,
     mask: torch.Tensor | None = None,
     softcap: float = 0.0,
-    answer: Answer | None = None,
 ) -> Answer:
     """Attention of ``query [B, G * H, M, D]`` over the selected tokens; only they are read.
 
     Args:
         value_dim: ``Dv``, default ``D``.
         mask: ``[B, Hq, M, L]`` bool or float32, over all tokens.
-        answer: to be filled and returned, a new one by default.
 
     Returns:
         ``out [B, Hq, M, Dv]`` and ``lse [B, Hq, M]`` float32, to be merged (``compose.merge``).
     """
-    if answer is None:
-        out = query.new_empty((*query.shape[:3], query.shape[-1] if value_dim is None else value_dim))
-        answer = out, query.new_empty(query.shape[:3], dtype=torch.float32)
-    ops.attend_selected(query, keys, values, selection.indices, selection.count, mask, scale, softcap, *answer)
-    return answer
+    out = query.new_empty((*query.shape[:3], query.shape[-1] if value_dim is None else value_dim))
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    ops.attend_selected(query, keys, values, selection.indices, selection.count, mask, scale, softcap, out, lse)
+    return out, lse

@@ -78,14 +78,16 @@ class SparsePieces(Pieces):
         outs, lses = self._answers(query, 2 if selects else 1 + len(chunks))
         exact = self.exact_keys, self.exact_values
         self._attend_rows(query, *exact, near_mask, scale, softcap, (outs[0], lses[0]), sink_logits)
+        out, lse = torch.empty_like(outs[0]), lses.new_empty(lses.shape[1:]) if lse is None else lse
         if selects:
-            selection = self._select(query, far_mask, scale, softcap, lses[0])
-            self._far(query, selection, far_mask, scale, softcap, (outs[1], lses[1]))
+            chosen = self._select(query, far_mask, scale, softcap, lses[0])
+            where, to = (chosen.indices, chosen.count, far_mask), (outs, lses, out, lse)
+            ops.merge_selected(query, self.keys, self.values, *where, scale, softcap, *to)
+            return out, lse
         for place, part in enumerate(chunks, 1):
             rows = self._rows("k", part.start, part.stop), self._rows("v", part.start, part.stop)
             seen = None if far_mask is None else far_mask[..., part]
             self._attend_rows(query, *rows, seen, scale, softcap, (outs[place], lses[place]))
-        out, lse = torch.empty_like(outs[0]), lses.new_empty(lses.shape[1:]) if lse is None else lse
         ops.merge(outs, lses, out, lse)
         return out, lse
 
@@ -126,10 +128,6 @@ class SparsePieces(Pieces):
         batch, heads, _, dim = keys.shape
         nothing = (no_tokens(batch, heads, d, along, query.device) for d, along in ((dim, False), (values.shape[-1], True)))
         ops.attend(query, *nothing, keys, values, mask, sink_logits, 0, 0, 0, scale, softcap, *answer)
-
-    def _far(self, query, selection: Selection, mask, scale, softcap, answer: Answer | None = None) -> Answer:
-        value_dim = self.exact_values.shape[-1]
-        return attend_selected(query, self.keys, self.values, selection, scale, value_dim, mask, softcap, answer)
 
     # ---- selection
 
@@ -219,7 +217,8 @@ class SparsePieces(Pieces):
         near = weights.new_empty((*weights.shape[:3], exact.shape[-1]))
         ops.pv(near_weights, no_tokens(*exact.shape[:2], exact.shape[3], True, weights.device), exact, 0, 0, near)
         query = weights.new_zeros((*weights.shape[:3], self.exact_keys.shape[-1]))
-        far, lse = self._far(query, self.selection, far_weights.float().log(), 1.0, 0.0)
+        stores, value_dim = (self.keys, self.values), exact.shape[-1]
+        far, lse = attend_selected(query, *stores, self.selection, 1.0, value_dim, far_weights.float().log())
         return near + far * torch.exp(lse).unsqueeze(-1).to(far.dtype)
 
 

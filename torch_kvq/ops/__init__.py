@@ -44,5 +44,6 @@ qk_selected = torch.ops.torch_kvq.qk_selected.default
 attend_selected = torch.ops.torch_kvq.attend_selected.default
 gather_selected = torch.ops.torch_kvq.gather_selected.default
 sign_top_p_select = torch.ops.torch_kvq.sign_top_p_select.default
+merge_selected = torch.ops.torch_kvq.merge_selected.default
 
 __all__ = [*schemas.NAMES, *schemas.FUSED_NAMES, "fakes", "fused", "problems", "reference", "schemas", "sparse_reference"]

@@ -7,7 +7,7 @@ from .schemas import NAMESPACE
 _ops = getattr(torch.ops, NAMESPACE)
 
 
-PARTS = {"sign_top_p_select": ("sign_scores", "top_p_select")}
+PARTS = {"sign_top_p_select": ("sign_scores", "top_p_select"), "merge_selected": ("attend_selected", "merge")}
 
 
 def sign_top_p_select(
@@ -16,3 +16,11 @@ def sign_top_p_select(
     """``parts`` has the other operators by name."""
     parts.sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, scores)
     parts.top_p_select(scores, exact_lse, None, None, top_p, indices, count)
+
+
+def merge_selected(q, keys, values, indices, count, mask, scale, softcap, outs, lses, out, lse, parts=_ops) -> None:
+    """``parts`` has the other operators by name."""
+    if outs.shape[0] != 2:
+        raise ValueError(f"outs must have two pieces, got {tuple(outs.shape)}")
+    parts.attend_selected(q, keys, values, indices, count, mask, scale, softcap, outs[1], lses[1])
+    parts.merge(outs, lses, out, lse)

@@ -83,6 +83,10 @@ FUSED_SCHEMAS = (
     # sign_scores to scores [B, Hq, M, N], then top_p_select of these without a mask.
     "sign_top_p_select(Tensor planes, Tensor terms, Tensor sign, Tensor factor, Tensor bias, int head_dim, float scale,"
     " int start, Tensor exact_lse, float top_p, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!) count) -> ()",
+    # merge of outs [2, B, Hq, M, Dv] and lses [2, B, Hq, M]: outs[0] and lses[0] answer for other tokens, outs[1] and lses[1]
+    # are what attend_selected gives, and need not be written.
+    "merge_selected(Tensor q, Tensor[] keys, Tensor[] values, Tensor indices, Tensor count, Tensor? mask, float scale,"
+    " float softcap, Tensor(a!) outs, Tensor(b!) lses, Tensor(c!) out, Tensor(d!) lse) -> ()",
 )
 
 SCHEMAS = DENSE_SCHEMAS + SPARSE_SCHEMAS + FUSED_SCHEMAS
