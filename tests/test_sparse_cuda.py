@@ -129,6 +129,20 @@ def check_packed(kernels, arguments):
 
 
 @pytest.mark.parametrize("case", PACKED_CASES, ids=lambda case: case.name)
+def test_attending_to_three_bits_on_tensor_cores(case, kernels):
+    """Rounding is that of the output alone: outputs of 32 bits are not left to the kernels in integers."""
+    arguments, _, _ = selected_problem(case)
+    (out, whole), (lse, lse_whole) = fenced(arguments[0].shape), fenced(arguments[0].shape[:3])
+    kernels.attend_selected(*arguments, out, lse)
+    check_fences(whole, lse_whole)
+    expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
+    sparse_reference.attend_selected(*arguments, expected, expected_lse)
+    assert relative_error(out, expected) <= 1e-4
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    assert torch.allclose(lse, expected_lse, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", PACKED_CASES, ids=lambda case: case.name)
 def test_attending_to_three_bits_in_integers(case, kernels):
     arguments, _, _ = selected_problem(case)
     check_packed(kernels, arguments)
