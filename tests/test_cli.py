@@ -5,6 +5,7 @@ import torch
 
 from torch_kvq import backends, cli
 from torch_kvq.backends import native
+from torch_kvq.ops.fused import PARTS
 from torch_kvq.ops.schemas import FUSED_NAMES, NAMES
 
 
@@ -23,7 +24,8 @@ def test_doctor_names_the_kernels_of_each_dtype_of_query(capsys):
     printed, (full, half) = capsys.readouterr().out, map(backends.cpu_isa, (torch.float32, torch.bfloat16))
     lines = {line.split()[0]: line for line in printed.splitlines() if line.split()[1:2] == ["cpu"]}
     assert set(lines) == {*NAMES, *FUSED_NAMES}
-    assert "sign_scores + top_p_select" in lines.pop("sign_top_p_select")
+    for name, parts in PARTS.items():
+        assert " + ".join(parts) in lines.pop(name)
     assert all(f" {full}" in line for line in lines.values())
     assert [name for name, line in lines.items() if f"{half} for bfloat16 and float16" in line] == ["attend"] * (half != full)
     native.set_cpu_isa("scalar")
@@ -51,7 +53,7 @@ def test_doctor_says_what_of_cuda_is_missing(content, said, capsys, monkeypatch,
 def test_selftest_passes(capsys):
     assert cli.main(["doctor", "--selftest"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(" ok\n") == 19 * (1 + torch.cuda.is_available() + torch.backends.mps.is_available())
+    assert printed.count(" ok\n") == 20 * (1 + torch.cuda.is_available() + torch.backends.mps.is_available())
     assert all(f"\n{name}" in printed.split("self-test")[1] for name in NAMES + FUSED_NAMES)
 
 

@@ -4,6 +4,7 @@ import argparse
 import functools
 import platform
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -48,7 +49,8 @@ def _against_reference(name: str, arguments: tuple, *shapes: tuple[int, ...]) ->
 
 def _reference(name: str) -> Callable[..., None]:
     if name in fused.PARTS:
-        return functools.partial(getattr(fused, name), parts=sparse_reference)
+        parts = types.SimpleNamespace(**{part: _reference(part) for part in fused.PARTS[name]})
+        return functools.partial(getattr(fused, name), parts=parts)
     return getattr(reference if hasattr(reference, name) else sparse_reference, name)
 
 
@@ -89,6 +91,9 @@ def _sparse_rows(query: torch.Tensor, keys: torch.Tensor, tensors: list[torch.Te
     selected = indices[..., : int(count[0, 0])].contiguous(), count
     yield row("qk_selected", (query, tensors, *selected, scale), new(*rows, selected[0].shape[-1]))
     yield row("attend_selected", (query, [keys], tensors, *selected, None, scale, 0.0), new(*rows, dim), lse)
+    near = torch.stack([query, query]), torch.stack([lse, lse])
+    rest = (None, scale, 0.0, *near)
+    yield row("merge_selected", (query, [keys], tensors, *selected, *rest), new(*rows, dim), torch.empty_like(lse))
     yield row("gather_selected", (keys, *selected), new(*selected[0].shape, dim))
 
 
