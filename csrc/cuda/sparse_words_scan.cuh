@@ -14,21 +14,30 @@ namespace cuda {
 
 constexpr int SCAN_CTAS = 6;
 
-// A chunk in shared memory: signs of its tokens, factors, biases; units of 16 bytes.
-constexpr int HALF_UNITS = CHUNK / 8, FACTORS = CHUNK, BIASES = FACTORS + HALF_UNITS, CHUNK_UNITS = BIASES + HALF_UNITS;
+// A chunk of LEN tokens in shared memory: their signs, factors, biases; units of 16 bytes.
+template <int LEN>
+struct StagedChunk {
+  static constexpr int HALF_UNITS = LEN / 8, FACTORS = LEN, BIASES = FACTORS + HALF_UNITS, UNITS = BIASES + HALF_UNITS;
+};
+constexpr int FACTORS = StagedChunk<CHUNK>::FACTORS, BIASES = StagedChunk<CHUNK>::BIASES,
+              CHUNK_UNITS = StagedChunk<CHUNK>::UNITS;
 
 // Place of token 8 r + k among the rows of a chunk in shared memory, free of bank conflicts for loads at equal k.
 __device__ __forceinline__ int slot_of(int token) { return token ^ (token >> 3 & 7); }
 
 // Zeros in both chunks of a warp, where there are no biases.
+template <int LEN>
 __device__ __forceinline__ void clear_biases(const SignScan &s, uint4 *shared, int lane) {
   if (s.index.bias) return;
   for (int buffer = 0; buffer < 2; buffer++)
-    if (lane < HALF_UNITS) shared[buffer * CHUNK_UNITS + BIASES + lane] = make_uint4(0, 0, 0, 0);
+    if (lane < StagedChunk<LEN>::HALF_UNITS)
+      shared[buffer * StagedChunk<LEN>::UNITS + StagedChunk<LEN>::BIASES + lane] = make_uint4(0, 0, 0, 0);
 }
 
-// What a lane copies of chunks that follow each other: four tokens, and factors or biases of eight.
+// What a lane copies of chunks that follow each other: tokens, and factors or biases of eight.
+template <int LEN>
 struct ChunkSource {
+  static constexpr int HALF_UNITS = StagedChunk<LEN>::HALF_UNITS;
   const uint32_t *signs;
   const uint16_t *halves;  // null if absent
   int left;                // tokens from the chunk's first one on
@@ -37,29 +46,30 @@ struct ChunkSource {
     const SignIndex &x = s.index;
     signs = x.sign + at.b * x.sign_stride[0] + at.h * x.sign_stride[1] + (s.start + at.first + lane) * x.sign_stride[2];
     int64_t token = s.start + at.first + lane % HALF_UNITS * 8;
+    halves = nullptr;
     if (lane < HALF_UNITS)
       halves = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1] + token;
-    else
-      halves = x.bias ? x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1] + token : nullptr;
+    else if (lane < 2 * HALF_UNITS && x.bias)
+      halves = x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1] + token;
     left = (int)s.tokens - at.first;
   }
   // `shared` is the chunk's place.
   __device__ __forceinline__ void stage(uint4 *shared, const SignScan &s, int lane) const {
     int64_t stride = s.index.sign_stride[2] * WARP;
 #pragma unroll
-    for (int j = 0; j < CHUNK / WARP; j++)
-      if (left >= CHUNK || lane + WARP * j < left)
+    for (int j = 0; j < LEN / WARP; j++)
+      if (left >= LEN || lane + WARP * j < left)
         copy_async<16>(shared + slot_of(lane + WARP * j), signs + j * stride);
-    uint4 *to = shared + FACTORS + lane;  // biases follow factors
+    uint4 *to = shared + StagedChunk<LEN>::FACTORS + lane;  // biases follow factors
     int count = left - lane % HALF_UNITS * 8;
     if (!halves) return;
     if (count >= 8 && (uintptr_t)halves % 16 == 0) return copy_async<16>(to, halves);
-    for (int i = 0; i < 8; i++) ((uint16_t *)to)[i] = i < count ? halves[i] : 0;
+    for (int i = 0; i < 8; i++) ((uint16_t *)to)[i] = i < count ? fresh(halves + i) : 0;
   }
   // To the next chunk of the same head, if there is one.
   __device__ __forceinline__ bool step(const SignScan &s) {
-    signs += CHUNK * s.index.sign_stride[2], left -= CHUNK;
-    if (halves) halves += CHUNK;
+    signs += LEN * s.index.sign_stride[2], left -= LEN;
+    if (halves) halves += LEN;
     return left > 0;
   }
 };
@@ -81,14 +91,14 @@ struct ScanQueries {
       const uint32_t *from = code.planes + at.b * code.plane_stride[0] +
                              (at.h * s.group + head) * code.plane_stride[1] + m * code.plane_stride[2] +
                              (g & 1) * code.plane_stride[3] + c;
-      planes[0] = *(from), planes[1] = *(from + 2 * code.plane_stride[3]);
+      planes[0] = fresh(from), planes[1] = fresh(from + 2 * code.plane_stride[3]);
     }
     row = at.first_row + c, out = nullptr;
     bool used = row < rows;
     int own = used ? row / (int)s.queries : 0, m = used ? row - own * (int)s.queries : 0;
     int64_t head = at.h * s.group + own;
     const float *terms = code.terms + at.b * code.term_stride[0] + head * code.term_stride[1] + m * code.term_stride[2];
-    delta = *(terms), low = *(terms + 1), total = *(terms + 2), base = *(terms + 3);
+    delta = fresh(terms), low = fresh(terms + 1), total = fresh(terms + 2), base = fresh(terms + 3);
     if (used)
       out =
           (Out *)s.out.data + at.b * s.out.stride[0] + head * s.out.stride[1] + m * s.out.stride[2] + at.first + 8 * g;
@@ -140,18 +150,18 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, SCAN_CTAS)
   int lane = lane_id(), warp = warp_id(), g = lane >> 2;
   uint4 *shared = memory + warp * 2 * CHUNK_UNITS;
   int chunk = plan.first_chunk(warp), left = plan.first_chunk(warp + 1) - chunk;
-  clear_biases(s, shared, lane);
+  clear_biases<CHUNK>(s, shared, lane);
   wait_for_kernels_ahead(), let_next_kernel_begin();
   if (left <= 0) return;
   ScanPlace at(s, plan, chunk), ahead = at;
   ScanQueries<Out> queries(s, at, lane);
-  ChunkSource source(s, ahead, lane);
+  ChunkSource<CHUNK> source(s, ahead, lane);
   source.stage(shared, s, lane);
   close_copies();
   for (int buffer = 0; left > 0; left--, buffer ^= 1) {
     const uint4 *staged = shared + buffer * CHUNK_UNITS;
     if (left > 1) {
-      if (!source.step(s)) ahead.next_rows(s, plan), source = ChunkSource(s, ahead, lane);
+      if (!source.step(s)) ahead.next_rows(s, plan), source = ChunkSource<CHUNK>(s, ahead, lane);
       source.stage(shared + (buffer ^ 1) * CHUNK_UNITS, s, lane);
     }
     close_copies();

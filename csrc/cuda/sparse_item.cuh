@@ -1,0 +1,160 @@
+// sign_top_p_select in one launch, first part: how the work is cut, and the scores of a segment.
+//
+// An item is a kv head of a sequence, with four rows at most. Its tokens are cut into segments, one a block of threads,
+// which keeps their scores in shared memory until it has written its part of the selection. Blocks of one item add up
+// what they know in memory and wait for each other. They are in the grid one after another, an item's are fewer than
+// half of what the device can hold at once, and they wait for none of a later item, so that those they wait for run.
+#pragma once
+
+#include "sparse_compact.cuh"
+#include "sparse_words_scan.cuh"
+
+namespace kvq {
+namespace cuda {
+
+// Parts of 64 tokens: as many a segment as fit into a third of a multiprocessor's shared memory.
+constexpr int ITEM_WARPS = 8, ITEM_THREADS = ITEM_WARPS * WARP, ITEM_CTAS = 3, MAX_PARTS = 86;
+// Bins of scores from -64 to 64, the ends excluded.
+constexpr int FIRST_SMALL = 0x2C00 >> BIN_SHIFT, SMALL_BINS = (0xD400 >> BIN_SHIFT) - FIRST_SMALL;
+constexpr int PART_UNITS = StagedChunk<PART>::UNITS, STAGED_BYTES = ITEM_WARPS * 2 * PART_UNITS * 16,
+              CELL_BYTES = SCAN_ROWS * SMALL_BINS * 4;
+
+static_assert(STAGED_BYTES >= SCAN_ROWS * NUM_BINS * 4, "masses of rows follow staged chunks");
+static_assert(MAX_PARTS * PART / 32 <= ITEM_THREADS, "a thread has one word of the selection");
+
+using Mass = unsigned long long;
+
+struct ItemPlan {
+  int parts, segment_parts, segments, items, slots;
+  Mass *masses;        // [items, SCAN_ROWS, SMALL_BINS], relative to the peaks of bins and times 1 / unit
+  Mass *large_masses;  // [items, SCAN_ROWS, NUM_BINS] of rows with larger scores, relative to no more than the largest
+  uint32_t *counts;    // [items, SCAN_ROWS, CODES]: scores of each code of the bin of the cut
+  uint32_t *tops;      // [items, SCAN_ROWS]: largest scores of such rows, as ordered bits
+  uint32_t *large;     // [items]: such rows, as bits
+  uint32_t *arrived;   // [items]: of meet_blocks
+  uint32_t *ready;     // [items, segments]: one more than the tokens that a segment selects, 0 until they are known
+
+  // `blocks` of threads fit on the device.
+  ItemPlan(const SignScan &s, int blocks) : slots(blocks) {
+    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads);
+    int64_t at_once = slots / items, wanted = ceil_div(parts, at_once > 0 ? at_once : 1);
+    segment_parts = (int)(wanted > ITEM_WARPS ? wanted : ITEM_WARPS);
+    if (segment_parts > MAX_PARTS) segment_parts = (int)ceil_div(parts, ceil_div(parts, MAX_PARTS));
+    segments = (int)ceil_div(parts, segment_parts);
+  }
+  bool fits() const { return 2 * segments <= slots && segments <= ITEM_THREADS && (int64_t)items * segments < 1 << 30; }
+  __device__ float unit() const { return (float)(1 << min(__clz(segment_parts * PART), 22)); }
+};
+
+// Which segment a block of threads has.
+struct ItemPlace {
+  int item, segment, first, parts;  // first token; parts of this segment
+  __device__ __forceinline__ explicit ItemPlace(const ItemPlan &plan) {
+    int block = opaque((int)blockIdx.x);  // so that nothing of this is kept in registers across the scan
+    item = block / plan.segments, segment = block - item * plan.segments;
+    int part = segment * plan.segment_parts;
+    first = part * PART, parts = min(plan.segment_parts, plan.parts - part);
+  }
+};
+
+struct ItemNotes {
+  RowCut cuts[SCAN_ROWS];
+  float least[SCAN_ROWS];   // scores from here on are kept
+  float exact[SCAN_ROWS];   // log-sum-exp
+  float tops[ITEM_WARPS];
+  int sums[ITEM_WARPS], large[SCAN_ROWS];
+};
+
+constexpr int NOTE_BYTES = (sizeof(ItemNotes) + 15) / 16 * 16;
+
+// From row to row of scores, in halves; free of bank conflicts.
+__host__ __device__ constexpr int pitch_of(int parts) { return parts * PART + 16; }
+
+// What a block of threads has in shared memory.
+struct ItemMemory {
+  uint4 *staged;    // until all is scored
+  float *masses;    // [SCAN_ROWS, NUM_BINS] afterwards
+  uint32_t *cells;  // [SCAN_ROWS, SMALL_BINS] of masses, [SCAN_ROWS, CODES] of counts
+  ItemNotes *notes;
+  __half *scores;  // [SCAN_ROWS, pitch]
+  int pitch;
+
+  __device__ __forceinline__ ItemMemory(uint4 *memory, const ItemPlan &plan) {
+    staged = memory, masses = (float *)memory, cells = (uint32_t *)((char *)memory + STAGED_BYTES);
+    notes = (ItemNotes *)((char *)cells + CELL_BYTES);
+    scores = (__half *)((char *)notes + NOTE_BYTES), pitch = pitch_of(plan.segment_parts);
+  }
+  static constexpr int bytes_of(int parts) {
+    return STAGED_BYTES + CELL_BYTES + NOTE_BYTES + SCAN_ROWS * pitch_of(parts) * 2;
+  }
+};
+constexpr int MAX_ITEM_BYTES = ItemMemory::bytes_of(MAX_PARTS);
+static_assert(ITEM_CTAS * (MAX_ITEM_BYTES + 1024) <= 228 * 1024, "of an sm_90");
+
+// Which row of the problem row r of an item is.
+__device__ __forceinline__ RowPlace row_of_item(const TopP &p, int item, int r) {
+  int b = item / (int)p.selection.selections, k = item - b * (int)p.selection.selections;
+  int group = (int)p.query_heads / (int)p.selection.selections;
+  return RowPlace(b, k * group + r / (int)p.queries, r % (int)p.queries);
+}
+
+// Keeps eight scores of a row, of which `count` are tokens, and adds up their masses while all of the lane are small;
+// `most`: the largest magnitude.
+__device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count, __half *to, float unit,
+                                            uint32_t *cells, __half2 &most) {
+  auto pair_at = [&](int i) { return *(const __half2 *)&scores.kept[i]; };
+  const __half2 small = __float2half2_rn(SMALL_SCORE);
+  if (count >= PIECE) {
+#pragma unroll
+    for (int i = 0; i < PIECE / 2; i++) most = __hmax2_nan(most, __habs2(pair_at(i)));
+    *(uint4 *)to = make_uint4(scores.kept[0], scores.kept[1], scores.kept[2], scores.kept[3]);
+    if (__hblt2(most, small)) add_small<true>(pair_at, PIECE, unit, cells);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < PIECE / 2; i++) {
+    uint32_t there = 2 * i + 1 < count ? ~0u : 2 * i < count ? 0xffff : 0, pair = scores.kept[i] & there;
+    most = __hmax2_nan(most, __habs2(*(const __half2 *)&pair));
+    scores.kept[i] = pair | (~there & 0xfc00fc00u);  // -inf is never kept
+  }
+  *(uint4 *)to = make_uint4(scores.kept[0], scores.kept[1], scores.kept[2], scores.kept[3]);
+  if (__hblt2(most, small)) add_small<false>(pair_at, count, unit, cells);
+}
+
+// Scores of a segment and the masses of their bins.
+__device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &plan, const ItemMemory &m) {
+  int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
+  ItemPlace block(plan);
+  int part = block.parts * warp / ITEM_WARPS, left = block.parts * (warp + 1) / ITEM_WARPS - part;
+  uint4 *shared = m.staged + warp * 2 * PART_UNITS;
+  uint32_t *own = m.cells + c * SMALL_BINS - FIRST_SMALL;
+  clear_biases<PART>(s, shared, lane);
+  ScanPlace at(block.item / (int)s.heads, block.item % (int)s.heads, block.first + part * PART);
+  ChunkSource<PART> source(s, at, lane);
+  if (left > 0) source.stage(shared, s, lane);
+  close_copies();
+  ScanQueries<__half> queries(s, at, lane);
+  bool used = c < s.group * s.queries;
+  __half *to = m.scores + c * m.pitch + part * PART + 8 * g;
+  float unit = plan.unit();
+  __half2 most = __half2half2(__ushort_as_half(0));
+#pragma unroll 1
+  for (int buffer = 0; left > 0; left--, buffer ^= 1) {
+    const uint4 *staged = shared + buffer * PART_UNITS;
+    int there = source.left - 8 * g;
+    if (left > 1) source.step(s), source.stage(shared + (buffer ^ 1) * PART_UNITS, s, lane);
+    close_copies();
+    wait_copy_groups<1>();
+    __syncwarp();
+    KeptScores<__half> scores;
+    score_part(scores, queries, s, staged, staged[StagedChunk<PART>::FACTORS + g], staged[StagedChunk<PART>::BIASES + g],
+               lane);
+    if (used) keep_scores(scores, there, to, unit, own, most);
+    to += PART;
+    __syncwarp();  // before the copies of the chunk after the next
+  }
+  if (!__hblt2(most, __float2half2_rn(SMALL_SCORE))) m.notes->large[c] = 1;
+}
+
+}  // namespace cuda
+}  // namespace kvq
