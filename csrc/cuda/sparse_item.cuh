@@ -104,6 +104,11 @@ __device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count
                                             uint32_t *cells, __half2 &most) {
   auto pair_at = [&](int i) { return *(const __half2 *)&scores.kept[i]; };
   const __half2 small = __float2half2_rn(SMALL_SCORE);
+#pragma unroll
+  for (int i = 0; i < PIECE / 2; i++) {
+    __half2 pair = without_minus_zero(pair_at(i));
+    scores.kept[i] = *(uint32_t *)&pair;
+  }
   if (count >= PIECE) {
 #pragma unroll
     for (int i = 0; i < PIECE / 2; i++) most = __hmax2_nan(most, __habs2(pair_at(i)));
@@ -134,7 +139,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   if (left > 0) source.stage(shared, s, lane);
   close_copies();
   ScanQueries<__half> queries(s, at, lane);
-  bool used = c < s.group * s.queries;
+  bool used = c < opaque((int)(s.group * s.queries));
   __half *to = m.scores + c * m.pitch + part * PART + 8 * g;
   float unit = plan.unit();
   __half2 most = __half2half2(__ushort_as_half(0));

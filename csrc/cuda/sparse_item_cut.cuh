@@ -74,7 +74,7 @@ struct RowBins {
 };
 
 __device__ __forceinline__ float mass_of(Mass sum, float peak, float base, float unit) {
-  return sum ? (float)sum / unit * fast_exp2((peak - base) * LOG2_E) : 0;
+  return sum ? (float)sum * (1 / unit) * fast_exp2((peak - base) * LOG2_E) : 0;
 }
 
 // The masses of all rows to shared memory.

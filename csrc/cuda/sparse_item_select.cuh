@@ -16,10 +16,25 @@ __global__ void __launch_bounds__(ITEM_THREADS) clear_items(uint4 *to, int units
 }
 
 // Eight scores of a row.
-__device__ __forceinline__ Piece<__half> piece_of(const ItemMemory &m, int r, int unit) {
-  __align__(16) Piece<__half> piece;
-  *(uint4 *)piece.x = *(const uint4 *)(m.scores + r * m.pitch + unit * PIECE);
-  return piece;
+__device__ __forceinline__ uint4 scores_of(const ItemMemory &m, int r, int unit) {
+  return *(const uint4 *)(m.scores + r * m.pitch + unit * PIECE);
+}
+
+// Counts the codes of row r that lie in the bin of the cut.
+__device__ __forceinline__ void count_codes(const ItemMemory &m, int parts, int r) {
+  const RowCut cut = m.notes->cuts[r];
+  int bin = cut.edge < cut.sure ? bin_of(cut.edge) : NUM_BINS - 1;  // the last has no numbers
+  uint32_t code = (uint32_t)bin << BIN_SHIFT, same = code & 0x8000 ? code ^ 0x8000 : ~code & 0xffc0,
+           turn = code & 0x8000 ? 0 : CODES - 1;  // negative scores are in the opposite order
+  uint32_t bits = (same ^ turn) * 0x10001u, *cells = m.cells + r * CODES;
+  for (int unit = threadIdx.x; unit < parts * (PART / PIECE); unit += ITEM_THREADS) {
+    uint4 scores = scores_of(m, r, unit);
+    for (uint32_t pair : {scores.x, scores.y, scores.z, scores.w}) {
+      pair ^= bits;
+      if ((pair & 0xffff) < CODES) atomicAdd(&cells[pair & 0xffff], 1u);
+      if (pair < CODES << 16) atomicAdd(&cells[pair >> 16], 1u);
+    }
+  }
 }
 
 // Scores from notes->least[r] on are kept: of the bin of the cut, as many as are needed in the whole item.
@@ -29,16 +44,7 @@ __device__ __forceinline__ void settle(const ItemPlan &plan, const ItemMemory &m
   uint32_t *counts = plan.counts + at.item * SCAN_ROWS * CODES;
   for (int i = threadIdx.x; i < rows * CODES; i += ITEM_THREADS) m.cells[i] = 0;
   __syncthreads();
-  for (int r = 0; r < rows; r++) {
-    const RowCut cut = m.notes->cuts[r];
-    for (int unit = threadIdx.x; unit < at.parts * (PART / PIECE); unit += ITEM_THREADS) {
-      uint32_t doubt = PieceMarks(piece_of(m, r, unit), cut.sure, cut.edge, PIECE).doubt;
-      for (; doubt; doubt &= doubt - 1) {
-        float x = __half2float(m.scores[r * m.pitch + unit * PIECE + __ffs((int)doubt) - 1]);
-        atomicAdd(&m.cells[r * CODES + code_in_bin(x)], 1u);
-      }
-    }
-  }
+  for (int r = 0; r < rows; r++) count_codes(m, at.parts, r);
   __syncthreads();
   add_cells(counts, m.cells, rows * CODES);
   meet_blocks(&plan.arrived[at.item], (uint32_t)((meetings + 1) * plan.segments));
@@ -54,10 +60,23 @@ __device__ __forceinline__ void settle(const ItemPlan &plan, const ItemMemory &m
 // The word of the selection that is this thread's, of 32 tokens of the segment.
 __device__ __forceinline__ uint32_t selected_word(const ItemMemory &m, int parts, int rows) {
   uint8_t *bytes = (uint8_t *)m.cells;
+  __half2 least[SCAN_ROWS];
+#pragma unroll
+  for (int r = 0; r < SCAN_ROWS; r++) least[r] = __float2half2_rn(r < rows ? fmaxf(m.notes->least[r], -65504) : INFINITY);
   for (int unit = threadIdx.x; unit < parts * (PART / PIECE); unit += ITEM_THREADS) {
-    uint32_t kept = 0;
-    for (int r = 0; r < rows; r++) kept |= PieceMarks(piece_of(m, r, unit), m.notes->least[r], INFINITY, PIECE).keep;
-    bytes[unit] = (uint8_t)kept;
+    uint32_t kept[PIECE / 2] = {};
+#pragma unroll
+    for (int r = 0; r < SCAN_ROWS; r++) {
+      if (r >= rows) break;
+      uint4 scores = scores_of(m, r, unit);
+      const uint32_t pairs[PIECE / 2] = {scores.x, scores.y, scores.z, scores.w};
+#pragma unroll
+      for (int i = 0; i < PIECE / 2; i++) kept[i] |= __hgeu2_mask(*(const __half2 *)&pairs[i], least[r]);
+    }
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < PIECE / 2; i++) bits |= kept[i] & 0x20001u << (2 * i);
+    bytes[unit] = (uint8_t)(bits | bits >> 16);
   }
   __syncthreads();
   return (int)threadIdx.x < parts * (PART / 32) ? m.cells[threadIdx.x] : 0;

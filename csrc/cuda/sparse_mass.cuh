@@ -56,12 +56,16 @@ __device__ __forceinline__ float largest_of_block(float x, float *shared) {
 constexpr float SMALL_SCORE = 64;  // the bins of smaller ones are narrow
 constexpr uint32_t REST_OF_BIN = ((1 << BIN_SHIFT) - 1) * 0x10001u;
 
-// Two float16 scores as ordered codes, and the largest scores of their bins.
+// The same scores, 0 instead of -0.
+__device__ __forceinline__ __half2 without_minus_zero(__half2 x) {
+  return __hadd2(x, __half2half2(__ushort_as_half(0)));
+}
+
+// Two float16 scores as ordered codes, and the largest scores of their bins. None is -0.
 struct PairOfCodes {
   uint32_t codes;
   __half2 scores, peaks;
-  __device__ __forceinline__ explicit PairOfCodes(__half2 x) {
-    scores = __hadd2(x, __half2half2(__ushort_as_half(0)));  // never -0
+  __device__ __forceinline__ explicit PairOfCodes(__half2 x) : scores(x) {
     uint32_t bits = *(uint32_t *)&scores, flip = permute_bytes(bits, 0, 0xBB99) | 0x80008000u;
     codes = bits ^ flip;
     uint32_t peak = (codes | REST_OF_BIN) ^ flip;
@@ -131,7 +135,9 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
 #pragma unroll
       for (int j = 0; j < MAX_PIECES; j++) {
         int count = left - place_of(j);
-        auto pair_at = [&](int i) { return __halves2half2(pieces[j].x[2 * i], pieces[j].x[2 * i + 1]); };
+        auto pair_at = [&](int i) {
+          return without_minus_zero(__halves2half2(pieces[j].x[2 * i], pieces[j].x[2 * i + 1]));
+        };
         if (count >= PIECE)
           add_small<true>(pair_at, PIECE, unit, cells);
         else if (count > 0)

@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_masses(KeptScores<__half> scores, int count,
     }
     most = __hmax2_nan(most, __habs2(*(const __half2 *)&pair));
   }
-  add_small<true>([&](int i) { return *(const __half2 *)&scores.kept[i]; }, PIECE, unit, cells);
+  add_small<true>([&](int i) { return without_minus_zero(*(const __half2 *)&scores.kept[i]); }, PIECE, unit, cells);
 }
 
 __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)

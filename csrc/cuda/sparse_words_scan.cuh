@@ -1,4 +1,4 @@
-// sign_scores of four words a token, 97 to 128 dims, which may be copied as 16 bytes: a warp scores 128 tokens of one
+// sign_scores of four words a token, an even number of dims from 98 to 128, which may be copied as 16 bytes: a warp scores 128 tokens of one
 // kv head for four rows (a query head and token each) at a time.
 //
 // Tensor cores count bits: rows of A are the signs of 16 tokens; the eight columns of B are two planes of four rows.
@@ -39,40 +39,45 @@ template <int LEN>
 struct ChunkSource {
   static constexpr int HALF_UNITS = StagedChunk<LEN>::HALF_UNITS;
   const uint32_t *signs;
-  const uint16_t *halves;  // null if absent
-  int left;                // tokens from the chunk's first one on
+  const uint16_t *halves;
+  int left, halves_left;  // tokens from the chunk's first one on, from the lane's first half on: few if it has none
 
   __device__ __forceinline__ ChunkSource(const SignScan &s, const ScanPlace &at, int lane) {
     const SignIndex &x = s.index;
     signs = x.sign + at.b * x.sign_stride[0] + at.h * x.sign_stride[1] + (s.start + at.first + lane) * x.sign_stride[2];
     int64_t token = s.start + at.first + lane % HALF_UNITS * 8;
-    halves = nullptr;
-    if (lane < HALF_UNITS)
-      halves = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1] + token;
-    else if (lane < 2 * HALF_UNITS && x.bias)
-      halves = x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1] + token;
-    left = (int)s.tokens - at.first;
+    const uint16_t *factors = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1],
+                   *biases = x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1];
+    left = (int)s.tokens - at.first, halves_left = left - lane % HALF_UNITS * 8;
+    halves = (lane < HALF_UNITS ? factors : biases) + token;
+    if (lane >= HALF_UNITS && (lane >= 2 * HALF_UNITS || !x.bias)) halves_left = INT32_MIN / 2;
   }
   // `shared` is the chunk's place.
   __device__ __forceinline__ void stage(uint4 *shared, const SignScan &s, int lane) const {
     int64_t stride = s.index.sign_stride[2] * WARP;
+    if (left >= LEN) {
 #pragma unroll
-    for (int j = 0; j < LEN / WARP; j++)
-      if (left >= LEN || lane + WARP * j < left)
+      for (int j = 0; j < LEN / WARP; j++) copy_async<16>(shared + slot_of(lane + WARP * j), signs + j * stride);
+    } else {
+#pragma unroll 1
+      for (int j = 0; lane + WARP * j < left; j++)
         copy_async<16>(shared + slot_of(lane + WARP * j), signs + j * stride);
+    }
     uint4 *to = shared + StagedChunk<LEN>::FACTORS + lane;  // biases follow factors
-    int count = left - lane % HALF_UNITS * 8;
-    if (!halves) return;
-    if (count >= 8 && (uintptr_t)halves % 16 == 0) return copy_async<16>(to, halves);
-    for (int i = 0; i < 8; i++) ((uint16_t *)to)[i] = i < count ? fresh(halves + i) : 0;
+    if (halves_left >= 8 && (uintptr_t)halves % 16 == 0) return copy_async<16>(to, halves);
+#pragma unroll 1
+    for (int i = 0; i < min(halves_left, 8); i++) ((uint16_t *)to)[i] = fresh(halves + i);
   }
   // To the next chunk of the same head, if there is one.
   __device__ __forceinline__ bool step(const SignScan &s) {
-    signs += LEN * s.index.sign_stride[2], left -= LEN;
-    if (halves) halves += LEN;
+    signs += LEN * s.index.sign_stride[2], halves += LEN, left -= LEN, halves_left -= LEN;
     return left > 0;
   }
 };
+
+// A number x from 0 to 2^23, added to INTEGER, is the bits of the float ZERO + x: no conversion.
+constexpr int INTEGER = 0x4B000000;
+constexpr float ZERO = 8388608;
 
 // Four rows: columns 2 r and 2 r + 1 of B are two planes of row r. A lane has word c of column g, and the terms of row
 // c.
@@ -111,7 +116,8 @@ __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, con
                                            const uint4 &factors, const uint4 &biases, int lane) {
   const uint32_t factor[4] = {factors.x, factors.y, factors.z, factors.w},
                  bias[4] = {biases.x, biases.y, biases.z, biases.w};
-  const int zeros[4] = {};
+  const int none[4] = {}, bits[4] = {INTEGER, INTEGER, INTEGER, INTEGER};
+  const float dim = (float)s.dim + 2 * ZERO;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     uint32_t words[4];
@@ -119,15 +125,15 @@ __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, con
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       int low[4], high[4], ones[4];
-      mma_bits(low, words[2 * j], words[2 * j + 1], q.planes[0], zeros);
-      mma_bits(high, words[2 * j], words[2 * j + 1], q.planes[1], zeros);
-      mma_bits(ones, words[2 * j], words[2 * j + 1], ~0u, zeros);
+      mma_bits(low, words[2 * j], words[2 * j + 1], q.planes[0], none);
+      mma_bits(high, words[2 * j], words[2 * j + 1], q.planes[1], none);
+      mma_bits(ones, words[2 * j], words[2 * j + 1], ~0u, bits);
       float2 by = floats_of_pair<__half>(factor[i + j]), add = floats_of_pair<__half>(bias[i + j]);
       float y[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float ip = (float)(low[2 * r] + 2 * low[2 * r + 1] + 4 * (high[2 * r] + 2 * high[2 * r + 1]));
-        float of_low = __fmul_rn(q.low, fmaf(-2, (float)ones[2 * r], (float)s.dim));
+        float of_low = __fmul_rn(q.low, fmaf(-2, __int_as_float(ones[2 * r]), dim));
         float x = __fadd_rn(of_low, __fmul_rn(q.delta, fmaf(-2, ip, q.total)));
         x = __fadd_rn(__fmul_rn(x, r ? by.y : by.x), __fmul_rn(s.scale, r ? add.y : add.x));
         y[r] = __fadd_rn(x, q.base);
@@ -138,7 +144,7 @@ __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, con
 }
 
 inline bool in_words(const SignScan &s) {
-  bool good = s.dim > 96 && s.dim <= 128 && (uintptr_t)s.index.sign % 16 == 0;
+  bool good = s.dim > 96 && s.dim <= 128 && s.dim % 2 == 0 && (uintptr_t)s.index.sign % 16 == 0;
   for (int64_t stride : s.index.sign_stride) good = good && stride % 4 == 0;
   return good;
 }
