@@ -20,20 +20,33 @@ __device__ __forceinline__ uint4 scores_of(const ItemMemory &m, int r, int unit)
   return *(const uint4 *)(m.scores + r * m.pitch + unit * PIECE);
 }
 
-// Counts the codes of row r that lie in the bin of the cut.
+// Counts the codes of row r that lie in the bin of the cut: few, so that a thread looks for all of its own first.
 __device__ __forceinline__ void count_codes(const ItemMemory &m, int parts, int r) {
+  constexpr int STEPS = (MAX_PARTS * PART / PIECE + ITEM_THREADS - 1) / ITEM_THREADS;
+  static_assert(STEPS * PIECE <= 32, "a bit each");
   const RowCut cut = m.notes->cuts[r];
   int bin = cut.edge < cut.sure ? bin_of(cut.edge) : NUM_BINS - 1;  // the last has no numbers
   uint32_t code = (uint32_t)bin << BIN_SHIFT, same = code & 0x8000 ? code ^ 0x8000 : ~code & 0xffc0,
-           turn = code & 0x8000 ? 0 : CODES - 1;  // negative scores are in the opposite order
-  uint32_t bits = (same ^ turn) * 0x10001u, *cells = m.cells + r * CODES;
-  for (int unit = threadIdx.x; unit < parts * (PART / PIECE); unit += ITEM_THREADS) {
+           turn = code & 0x8000 ? 0 : CODES - 1,  // negative scores are in the opposite order
+      pair_of_bins = same * 0x10001u, *cells = m.cells + r * CODES, found = 0;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    int unit = threadIdx.x + step * ITEM_THREADS;
+    if (unit >= parts * (PART / PIECE)) break;
     uint4 scores = scores_of(m, r, unit);
-    for (uint32_t pair : {scores.x, scores.y, scores.z, scores.w}) {
-      pair ^= bits;
-      if ((pair & 0xffff) < CODES) atomicAdd(&cells[pair & 0xffff], 1u);
-      if (pair < CODES << 16) atomicAdd(&cells[pair >> 16], 1u);
+    const uint32_t pairs[PIECE / 2] = {scores.x, scores.y, scores.z, scores.w};
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < PIECE / 2; i++) {
+      uint32_t bins = pairs[i] & ~REST_OF_BIN;
+      bits |= __heq2_mask(*(const __half2 *)&bins, *(const __half2 *)&pair_of_bins) & 0x20001u << (2 * i);
     }
+    found |= ((bits | bits >> 16) & 0xff) << (step * PIECE);
+  }
+  for (; found; found &= found - 1) {
+    int i = __ffs((int)found) - 1, unit = threadIdx.x + i / PIECE * ITEM_THREADS;
+    uint32_t at = __half_as_ushort(m.scores[r * m.pitch + unit * PIECE + i % PIECE]) ^ same ^ turn;
+    if (at < CODES) atomicAdd(&cells[at], 1u);  // not if it is a small number of the other sign
   }
 }
 

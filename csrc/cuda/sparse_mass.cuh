@@ -82,13 +82,13 @@ __device__ __forceinline__ float peak_of(int bin) {
 // Adds the masses of the first `count` of eight small scores, relative to the peaks of their bins; pair_at(i) are two.
 template <bool WHOLE, class PairAt>
 __device__ __forceinline__ void add_small(PairAt pair_at, int count, float unit, uint32_t *cells) {
-  const float exact = 8388608;  // 2^23, added so that the lower bits of a float are an integer
+  const float units = __uint_as_float((uint32_t)unit);  // of the least number: the bits of a product are an integer
 #pragma unroll
   for (int i = 0; i < PIECE; i += 2) {
     PairOfCodes pair(pair_at(i / 2));
     float2 below = __half22float2(__hsub2(pair.scores, pair.peaks));  // exact: both lie in one bin
-    uint32_t low = __float_as_uint(fmaf(fast_exp2(below.x * LOG2_E), unit, exact)) - 0x4B000000u;
-    uint32_t high = __float_as_uint(fmaf(fast_exp2(below.y * LOG2_E), unit, exact)) - 0x4B000000u;
+    uint32_t low = __float_as_uint(fast_exp2(below.x * LOG2_E) * units);
+    uint32_t high = __float_as_uint(fast_exp2(below.y * LOG2_E) * units);
     auto cell_at = [&](uint32_t bytes) { return (uint32_t *)((char *)cells + bytes); };  // not an index: less to compute
     constexpr uint32_t BIN = 0xffffu >> BIN_SHIFT << BIN_SHIFT;
     if (WHOLE || i < count) atomicAdd(cell_at((pair.codes & BIN) >> (BIN_SHIFT - 2)), low);

@@ -56,8 +56,9 @@ struct ChunkSource {
   __device__ __forceinline__ void stage(uint4 *shared, const SignScan &s, int lane) const {
     int64_t stride = s.index.sign_stride[2] * WARP;
     if (left >= LEN) {
+      int slot = slot_of(lane);  // of the others: its lower bits less or more 4
 #pragma unroll
-      for (int j = 0; j < LEN / WARP; j++) copy_async<16>(shared + slot_of(lane + WARP * j), signs + j * stride);
+      for (int j = 0; j < LEN / WARP; j++) copy_async<16>(shared + (slot ^ 4 * (j & 1)) + WARP * j, signs + j * stride);
     } else {
 #pragma unroll 1
       for (int j = 0; lane + WARP * j < left; j++)
@@ -118,10 +119,11 @@ __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, con
                  bias[4] = {biases.x, biases.y, biases.z, biases.w};
   const int none[4] = {}, bits[4] = {INTEGER, INTEGER, INTEGER, INTEGER};
   const float dim = (float)s.dim + 2 * ZERO;
+  const int slot = slot_of(8 * (lane & 7) + (lane >> 3));
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     uint32_t words[4];
-    load_straight(words, signs + slot_of(8 * (lane & 7) + 2 * i + (lane >> 3)));
+    load_straight(words, signs + (slot ^ 2 * i));
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       int low[4], high[4], ones[4];
