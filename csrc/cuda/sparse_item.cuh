@@ -126,37 +126,54 @@ __device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count
   if (__hblt2(most, small)) add_small<false>(pair_at, count, unit, cells);
 }
 
-// Scores of a segment and the masses of their bins.
+// Scores of a segment and the masses of their bins. Signs of tokens follow each other.
 __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &plan, const ItemMemory &m) {
+  using Source = ChunkSource<PART>;
+  using Staged = StagedChunk<PART>;
   int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
   ItemPlace block(plan);
   int part = block.parts * warp / ITEM_WARPS, left = block.parts * (warp + 1) / ITEM_WARPS - part;
-  uint4 *shared = m.staged + warp * 2 * PART_UNITS;
+  uint4 *staged = m.staged + warp * 2 * PART_UNITS, *ahead = staged + PART_UNITS;
   uint32_t *own = m.cells + c * SMALL_BINS - FIRST_SMALL;
-  clear_biases<PART>(s, shared, lane);
+  clear_biases<PART>(s, staged, lane);
   ScanPlace at(block.item / (int)s.heads, block.item % (int)s.heads, block.first + part * PART);
-  ChunkSource<PART> source(s, at, lane);
-  if (left > 0) source.stage(shared, s, lane);
+  Source source(s, at, lane);
+  if (left > 0) source.stage(staged, s, lane);
   close_copies();
   ScanQueries<__half> queries(s, at, lane);
-  bool used = c < opaque((int)(s.group * s.queries));
-  __half *to = m.scores + c * m.pitch + part * PART + 8 * g;
+  bool used = c < opaque((int)(s.group * s.queries)), has_halves = Source::has_halves(s, lane);
+  __half *first_to = m.scores + c * m.pitch + 8 * g, *to = first_to + part * PART;
+  auto tokens_left = [&] { return (int)s.tokens - ItemPlace(plan).first - (int)(to - first_to); };  // rarely computed
   float unit = plan.unit();
+  // What is the same for most parts is computed once.
+  int slot = opaque(first_slot(lane)), copied = opaque(slot_of(lane)),
+      halves = opaque(has_halves ? Staged::FACTORS + lane : -1);
+  const int plain = has_halves && (uintptr_t)source.halves % 16 ? INT32_MAX : 2;  // more parts left: of 16-byte copies
   __half2 most = __half2half2(__ushort_as_half(0));
 #pragma unroll 1
-  for (int buffer = 0; left > 0; left--, buffer ^= 1) {
-    const uint4 *staged = shared + buffer * PART_UNITS;
-    int there = source.left - 8 * g;
-    if (left > 1) source.step(s), source.stage(shared + (buffer ^ 1) * PART_UNITS, s, lane);
+  for (; left > 0; left--) {
+    if (left > 1) {
+      source.signs += 4 * PART, source.halves += PART;
+      if (left > plain) {
+        copy_async<16>(ahead + copied, source.signs);
+        copy_async<16>(ahead + (copied ^ 4) + WARP, source.signs + 4 * WARP);
+        if (halves >= 0) copy_async<16>(ahead + halves, source.halves);
+      } else {
+        source.left = tokens_left() - PART;
+        source.stage(ahead, s, lane);
+      }
+    }
     close_copies();
     wait_copy_groups<1>();
     __syncwarp();
     KeptScores<__half> scores;
-    score_part(scores, queries, s, staged, staged[StagedChunk<PART>::FACTORS + g], staged[StagedChunk<PART>::BIASES + g],
-               lane);
+    score_part(scores, queries, s, staged, slot, staged[Staged::FACTORS + g], staged[Staged::BIASES + g]);
+    int there = left > 1 ? PIECE : tokens_left() - 8 * g;
     if (used) keep_scores(scores, there, to, unit, own, most);
     to += PART;
-    __syncwarp();  // before the copies of the chunk after the next
+    uint4 *free = staged;
+    staged = ahead, ahead = free;
+    __syncwarp();  // before the copies of the part after the next
   }
   if (!__hblt2(most, __float2half2_rn(SMALL_SCORE))) m.notes->large[c] = 1;
 }

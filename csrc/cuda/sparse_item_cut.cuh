@@ -11,11 +11,16 @@ __device__ __forceinline__ float score_of_bits(uint32_t ordered) {
   return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
 }
 
-// Adds what is not 0 of `count` cells of this block to those of the item.
+// Adds what is not 0 of `count` cells of this block, a multiple of 4, to those of the item.
 template <class To>
 __device__ __forceinline__ void add_cells(To *to, const uint32_t *cells, int count) {
-  for (int i = threadIdx.x; i < count; i += ITEM_THREADS)
-    if (cells[i]) atomicAdd(&to[i], (To)cells[i]);
+  for (int i = 4 * threadIdx.x; i < count; i += 4 * ITEM_THREADS) {
+    uint4 four = *(const uint4 *)(cells + i);
+    if (four.x) atomicAdd(&to[i], (To)four.x);
+    if (four.y) atomicAdd(&to[i + 1], (To)four.y);
+    if (four.z) atomicAdd(&to[i + 2], (To)four.z);
+    if (four.w) atomicAdd(&to[i + 3], (To)four.w);
+  }
 }
 
 // Scores of row r that are neither hidden nor unknown.

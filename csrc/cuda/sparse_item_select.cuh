@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   ItemMemory m(memory, plan);
   int t = threadIdx.x, rows = (int)(s.group * s.queries);
   let_next_kernel_begin();
-  for (int i = t; i < SCAN_ROWS * SMALL_BINS; i += ITEM_THREADS) m.cells[i] = 0;
+  for (int i = t; i < SCAN_ROWS * SMALL_BINS / 4; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
   if (t < SCAN_ROWS) m.notes->large[t] = 0;
   __syncthreads();
   scan_segment(s, plan, m);

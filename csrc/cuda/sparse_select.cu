@@ -85,7 +85,7 @@ struct ItemCall {
   int64_t cleared_bytes, bytes;
 
   static bool takes(const SignScan &s, const TopP &p, int num_multiprocessors) {
-    return in_words(s) && s.out.dtype == FLOAT16 && !p.mask.data && s.group * s.queries <= SCAN_ROWS &&
+    return in_words(s) && s.index.sign_stride[2] == 4 && s.out.dtype == FLOAT16 && !p.mask.data && s.group * s.queries <= SCAN_ROWS &&
            p.selection.selections == s.heads && ItemPlan(s, item_blocks(num_multiprocessors)).fits();
   }
   ItemCall(const SignScan &s, const TopP &p, int num_multiprocessors, char *scratch)

@@ -40,7 +40,7 @@ struct ChunkSource {
   static constexpr int HALF_UNITS = StagedChunk<LEN>::HALF_UNITS;
   const uint32_t *signs;
   const uint16_t *halves;
-  int left, halves_left;  // tokens from the chunk's first one on, from the lane's first half on: few if it has none
+  int left;  // tokens from the chunk's first one on
 
   __device__ __forceinline__ ChunkSource(const SignScan &s, const ScanPlace &at, int lane) {
     const SignIndex &x = s.index;
@@ -48,9 +48,10 @@ struct ChunkSource {
     int64_t token = s.start + at.first + lane % HALF_UNITS * 8;
     const uint16_t *factors = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1],
                    *biases = x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1];
-    left = (int)s.tokens - at.first, halves_left = left - lane % HALF_UNITS * 8;
-    halves = (lane < HALF_UNITS ? factors : biases) + token;
-    if (lane >= HALF_UNITS && (lane >= 2 * HALF_UNITS || !x.bias)) halves_left = INT32_MIN / 2;
+    left = (int)s.tokens - at.first, halves = (lane < HALF_UNITS ? factors : biases) + token;
+  }
+  static __device__ __forceinline__ bool has_halves(const SignScan &s, int lane) {
+    return lane < HALF_UNITS || (lane < 2 * HALF_UNITS && s.index.bias);
   }
   // `shared` is the chunk's place.
   __device__ __forceinline__ void stage(uint4 *shared, const SignScan &s, int lane) const {
@@ -65,13 +66,14 @@ struct ChunkSource {
         copy_async<16>(shared + slot_of(lane + WARP * j), signs + j * stride);
     }
     uint4 *to = shared + StagedChunk<LEN>::FACTORS + lane;  // biases follow factors
-    if (halves_left >= 8 && (uintptr_t)halves % 16 == 0) return copy_async<16>(to, halves);
+    int count = has_halves(s, lane) ? left - lane % HALF_UNITS * 8 : 0;
+    if (count >= 8 && (uintptr_t)halves % 16 == 0) return copy_async<16>(to, halves);
 #pragma unroll 1
-    for (int i = 0; i < min(halves_left, 8); i++) ((uint16_t *)to)[i] = fresh(halves + i);
+    for (int i = 0; i < min(count, 8); i++) ((uint16_t *)to)[i] = fresh(halves + i);
   }
   // To the next chunk of the same head, if there is one.
   __device__ __forceinline__ bool step(const SignScan &s) {
-    signs += LEN * s.index.sign_stride[2], halves += LEN, left -= LEN, halves_left -= LEN;
+    signs += LEN * s.index.sign_stride[2], halves += LEN, left -= LEN;
     return left > 0;
   }
 };
@@ -111,19 +113,21 @@ struct ScanQueries {
   }
 };
 
-// Scores of 64 tokens at `signs` in shared memory, to scores.put(i, of token 2 i, of token 2 i + 1 of this lane).
+// Where a lane begins to load signs of 64 tokens.
+__device__ __forceinline__ int first_slot(int lane) { return slot_of(8 * (lane & 7) + (lane >> 3)); }
+
+// Scores of 64 tokens at `signs` in shared memory, `slot` the lane's first one, to scores.put(i, of token 2 i, of token 2 i + 1 of this lane).
 template <class Scores, class Queries>
 __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, const SignScan &s, const uint4 *signs,
-                                           const uint4 &factors, const uint4 &biases, int lane) {
+                                           int slot, const uint4 &factors, const uint4 &biases) {
   const uint32_t factor[4] = {factors.x, factors.y, factors.z, factors.w},
                  bias[4] = {biases.x, biases.y, biases.z, biases.w};
   const int none[4] = {}, bits[4] = {INTEGER, INTEGER, INTEGER, INTEGER};
   const float dim = (float)s.dim + 2 * ZERO;
-  const int slot = slot_of(8 * (lane & 7) + (lane >> 3));
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     uint32_t words[4];
-    load_straight(words, signs + (slot ^ 2 * i));
+    load_straight(words, signs + (slot ^ 2 * i));  // tokens 2 i and more of each eight
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       int low[4], high[4], ones[4];
@@ -179,8 +183,8 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, SCAN_CTAS)
     for (int part = 0; part < CHUNK; part += PART) {
       int count = (int)s.tokens - at.first - part - 8 * g;
       KeptScores<Out> scores;
-      score_part(scores, queries, s, staged + part, staged[FACTORS + part / 8 + g], staged[BIASES + part / 8 + g],
-                 lane);
+      score_part(scores, queries, s, staged + part, first_slot(lane), staged[FACTORS + part / 8 + g],
+                 staged[BIASES + part / 8 + g]);
       if (queries.out && count > 0) scores.store(queries.out + part, count);
     }
     __syncwarp();  // before the copies of the chunk after the next
