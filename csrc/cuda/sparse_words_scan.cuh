@@ -95,7 +95,7 @@ struct ScanQueries {
     const QueryCode &code = s.code;
     planes[0] = planes[1] = 0;
     if (row < rows) {
-      int head = row / (int)s.queries, m = row - head * (int)s.queries;
+      int head = s.queries == 1 ? row : row / (int)s.queries, m = row - head * (int)s.queries;
       const uint32_t *from = code.planes + at.b * code.plane_stride[0] +
                              (at.h * s.group + head) * code.plane_stride[1] + m * code.plane_stride[2] +
                              (g & 1) * code.plane_stride[3] + c;
@@ -103,7 +103,7 @@ struct ScanQueries {
     }
     row = at.first_row + c, out = nullptr;
     bool used = row < rows;
-    int own = used ? row / (int)s.queries : 0, m = used ? row - own * (int)s.queries : 0;
+    int own = !used ? 0 : s.queries == 1 ? row : row / (int)s.queries, m = used ? row - own * (int)s.queries : 0;
     int64_t head = at.h * s.group + own;
     const float *terms = code.terms + at.b * code.term_stride[0] + head * code.term_stride[1] + m * code.term_stride[2];
     delta = fresh(terms), low = fresh(terms + 1), total = fresh(terms + 2), base = fresh(terms + 3);
