@@ -100,7 +100,7 @@ __device__ __forceinline__ RowPlace row_of_item(const TopP &p, int item, int r) 
 
 // Keeps eight scores of a row, of which `count` are tokens, and adds up their masses while all of the lane are small;
 // `most`: the largest magnitude.
-__device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count, __half *to, float unit,
+__device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count, __half *to, float units,
                                             uint32_t *cells, __half2 &most) {
   auto pair_at = [&](int i) { return *(const __half2 *)&scores.kept[i]; };
   const __half2 small = __float2half2_rn(SMALL_SCORE);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count
 #pragma unroll
     for (int i = 0; i < PIECE / 2; i++) most = __hmax2_nan(most, __habs2(pair_at(i)));
     *(uint4 *)to = make_uint4(scores.kept[0], scores.kept[1], scores.kept[2], scores.kept[3]);
-    if (__hblt2(most, small)) add_small<true>(pair_at, PIECE, unit, cells);
+    if (__hblt2(most, small)) add_small<true>(pair_at, PIECE, units, cells);
     return;
   }
 #pragma unroll
@@ -123,7 +123,7 @@ __device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count
     scores.kept[i] = pair | (~there & 0xfc00fc00u);  // -inf is never kept
   }
   *(uint4 *)to = make_uint4(scores.kept[0], scores.kept[1], scores.kept[2], scores.kept[3]);
-  if (__hblt2(most, small)) add_small<false>(pair_at, count, unit, cells);
+  if (__hblt2(most, small)) add_small<false>(pair_at, count, units, cells);
 }
 
 // Scores of a segment and the masses of their bins. Signs of tokens follow each other.
@@ -144,7 +144,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   bool used = c < opaque((int)(s.group * s.queries)), has_halves = Source::has_halves(s, lane);
   __half *first_to = m.scores + c * m.pitch + 8 * g, *to = first_to + part * PART;
   auto tokens_left = [&] { return (int)s.tokens - ItemPlace(plan).first - (int)(to - first_to); };  // rarely computed
-  float unit = plan.unit();
+  float units = least_numbers(plan.unit());
   // What is the same for most parts is computed once.
   int slot = opaque(first_slot(lane)), copied = opaque(slot_of(lane)),
       halves = opaque(has_halves ? Staged::FACTORS + lane : -1);
@@ -169,7 +169,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
     KeptScores<__half> scores;
     score_part(scores, queries, s, staged, slot, staged[Staged::FACTORS + g], staged[Staged::BIASES + g]);
     int there = left > 1 ? PIECE : tokens_left() - 8 * g;
-    if (used) keep_scores(scores, there, to, unit, own, most);
+    if (used) keep_scores(scores, there, to, units, own, most);
     to += PART;
     uint4 *free = staged;
     staged = ahead, ahead = free;

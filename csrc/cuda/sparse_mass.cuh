@@ -79,10 +79,13 @@ __device__ __forceinline__ float peak_of(int bin) {
   return __half2float(__ushort_as_half((unsigned short)bits));
 }
 
-// Adds the masses of the first `count` of eight small scores, relative to the peaks of their bins; pair_at(i) are two.
+// `unit` times the least number: times x up to 1 it is a float whose bits are the integer x * unit, rounded.
+__device__ __forceinline__ float least_numbers(float unit) { return __uint_as_float((uint32_t)unit); }
+
+// Adds the masses of the first `count` of eight small scores, relative to the peaks of their bins, times unit, which
+// `units` are least_numbers of; pair_at(i) are two.
 template <bool WHOLE, class PairAt>
-__device__ __forceinline__ void add_small(PairAt pair_at, int count, float unit, uint32_t *cells) {
-  const float units = __uint_as_float((uint32_t)unit);  // of the least number: the bits of a product are an integer
+__device__ __forceinline__ void add_small(PairAt pair_at, int count, float units, uint32_t *cells) {
 #pragma unroll
   for (int i = 0; i < PIECE; i += 2) {
     PairOfCodes pair(pair_at(i / 2));
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
   wait_for_kernels_ahead(), let_next_kernel_begin();
   if (scanned.holds(row)) return;
   int shift = min(__clz(left), 22);  // so that a cell holds a whole segment
-  float unit = (float)(1 << shift), top;
+  float unit = (float)(1 << shift), units = least_numbers(unit), top;
   bool small = false;
   if constexpr (sizeof(Score) == 2 && !MASKED) {
     __align__(16) Piece<__half> pieces[MAX_PIECES];
@@ -139,9 +142,9 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
           return without_minus_zero(__halves2half2(pieces[j].x[2 * i], pieces[j].x[2 * i + 1]));
         };
         if (count >= PIECE)
-          add_small<true>(pair_at, PIECE, unit, cells);
+          add_small<true>(pair_at, PIECE, units, cells);
         else if (count > 0)
-          add_small<false>(pair_at, count, unit, cells);
+          add_small<false>(pair_at, count, units, cells);
       }
     }
   }
