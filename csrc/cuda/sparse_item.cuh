@@ -16,7 +16,7 @@ namespace cuda {
 constexpr int ITEM_WARPS = 8, ITEM_THREADS = ITEM_WARPS * WARP, ITEM_CTAS = 3, MAX_PARTS = 86;
 // Bins of scores from -64 to 64, the ends excluded.
 constexpr int FIRST_SMALL = 0x2C00 >> BIN_SHIFT, SMALL_BINS = (0xD400 >> BIN_SHIFT) - FIRST_SMALL;
-constexpr int PART_UNITS = StagedChunk<PART>::UNITS, STAGED_BYTES = ITEM_WARPS * 2 * PART_UNITS * 16,
+constexpr int WARP_UNITS = 2 * PART + WARP, STAGED_BYTES = ITEM_WARPS * WARP_UNITS * 16,  // signs twice, floats
               CELL_BYTES = SCAN_ROWS * SMALL_BINS * 4;
 
 static_assert(STAGED_BYTES >= SCAN_ROWS * NUM_BINS * 4, "masses of rows follow staged chunks");
@@ -126,48 +126,93 @@ __device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count
   if (__hblt2(most, small)) add_small<false>(pair_at, count, units, cells);
 }
 
+// What a lane brings of the parts of a head, one after another: signs of two tokens, which are copied, and factors or
+// biases of four, which it makes floats for all lanes. Signs of tokens follow each other.
+struct PartSource {
+  const uint32_t *signs;
+  const uint16_t *halves;
+  unsigned long long loaded;  // four halves
+  int slot;
+  bool plain;  // whole parts are copied and loaded with few instructions
+
+  __device__ __forceinline__ PartSource(const SignScan &s, const ScanPlace &at, int lane) : loaded(0) {
+    const SignIndex &x = s.index;
+    const uint16_t *factors = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1],
+                   *biases = x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1];
+    int64_t first = s.start + at.first;
+    signs = x.sign + at.b * x.sign_stride[0] + at.h * x.sign_stride[1] + (first + lane) * 4;
+    halves = (lane < WARP / 2 || !x.bias ? factors : biases) + first + lane % (WARP / 2) * 4;
+    slot = opaque(slot_of(lane)), plain = (uintptr_t)halves % 8 == 0;
+  }
+  __device__ __forceinline__ void step() { signs += 4 * PART, halves += PART; }
+  __device__ __forceinline__ void bring_all(uint4 *to) {
+    copy_async<16>(to + slot, signs);
+    copy_async<16>(to + (slot ^ 4) + WARP, signs + 4 * WARP);
+    loaded = fresh((const unsigned long long *)halves);
+  }
+  // The first `count` of a part.
+  __device__ __forceinline__ void bring(uint4 *to, int count, int lane) {
+    if (count >= PART && plain) return bring_all(to);
+    if (lane < count) copy_async<16>(to + slot, signs);
+    if (lane + WARP < count) copy_async<16>(to + (slot ^ 4) + WARP, signs + 4 * WARP);
+    loaded = 0;
+#pragma unroll 1
+    for (int i = min(count - lane % (WARP / 2) * 4, 4) - 1; i >= 0; i--) loaded = loaded << 16 | fresh(halves + i);
+  }
+  __device__ __forceinline__ void store(float4 *to, const SignScan &s, int lane) const {
+    float by = lane < WARP / 2 ? 1 : s.scale;
+    float2 x = floats_of_pair<__half>((uint32_t)loaded), y = floats_of_pair<__half>((uint32_t)(loaded >> 32));
+    if (lane < WARP / 2 || s.index.bias)
+      to[lane] = make_float4(__fmul_rn(x.x, by), __fmul_rn(x.y, by), __fmul_rn(y.x, by), __fmul_rn(y.y, by));
+  }
+};
+
+// Factors, and behind them scaled biases, of a part.
+struct FloatScaling {
+  const float4 *at;  // of the lane's first token
+  __device__ __forceinline__ float2 two(const float4 *from, int i) const {
+    float4 x = from[i / 2];
+    return i % 2 ? make_float2(x.z, x.w) : make_float2(x.x, x.y);
+  }
+  __device__ __forceinline__ float2 factors(int i) const { return two(at, i); }
+  __device__ __forceinline__ float2 biases(int i) const { return two(at + WARP / 2, i); }
+};
+
 // Scores of a segment and the masses of their bins. Signs of tokens follow each other.
 __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &plan, const ItemMemory &m) {
-  using Source = ChunkSource<PART>;
-  using Staged = StagedChunk<PART>;
   int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
   ItemPlace block(plan);
   int part = block.parts * warp / ITEM_WARPS, left = block.parts * (warp + 1) / ITEM_WARPS - part;
-  uint4 *staged = m.staged + warp * 2 * PART_UNITS, *ahead = staged + PART_UNITS;
+  uint4 *staged = m.staged + warp * WARP_UNITS, *ahead = staged + PART;
+  float4 *floats = (float4 *)(staged + 2 * PART);
+  floats[lane] = make_float4(0, 0, 0, 0);
   uint32_t *own = m.cells + c * SMALL_BINS - FIRST_SMALL;
-  clear_biases<PART>(s, staged, lane);
   ScanPlace at(block.item / (int)s.heads, block.item % (int)s.heads, block.first + part * PART);
-  Source source(s, at, lane);
-  if (left > 0) source.stage(staged, s, lane);
-  close_copies();
-  ScanQueries<__half> queries(s, at, lane);
-  bool used = c < opaque((int)(s.group * s.queries)), has_halves = Source::has_halves(s, lane);
+  PartSource source(s, at, lane);
   __half *first_to = m.scores + c * m.pitch + 8 * g, *to = first_to + part * PART;
   auto tokens_left = [&] { return (int)s.tokens - ItemPlace(plan).first - (int)(to - first_to); };  // rarely computed
+  if (left > 0) source.bring(staged, tokens_left(), lane);
+  close_copies();
+  ScanQueries<__half> queries(s, at, lane);
+  bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());
-  // What is the same for most parts is computed once.
-  int slot = opaque(first_slot(lane)), copied = opaque(slot_of(lane)),
-      halves = opaque(has_halves ? Staged::FACTORS + lane : -1);
-  const int plain = has_halves && (uintptr_t)source.halves % 16 ? INT32_MAX : 2;  // more parts left: of 16-byte copies
+  const int slot = opaque(first_slot(lane)), plain = source.plain ? 2 : INT32_MAX;  // with more parts left, the next is whole
   __half2 most = __half2half2(__ushort_as_half(0));
 #pragma unroll 1
   for (; left > 0; left--) {
+    source.store(floats, s, lane);
     if (left > 1) {
-      source.signs += 4 * PART, source.halves += PART;
-      if (left > plain) {
-        copy_async<16>(ahead + copied, source.signs);
-        copy_async<16>(ahead + (copied ^ 4) + WARP, source.signs + 4 * WARP);
-        if (halves >= 0) copy_async<16>(ahead + halves, source.halves);
-      } else {
-        source.left = tokens_left() - PART;
-        source.stage(ahead, s, lane);
-      }
+      source.step();
+      if (left > plain)
+        source.bring_all(ahead);
+      else
+        source.bring(ahead, tokens_left() - PART, lane);
     }
     close_copies();
     wait_copy_groups<1>();
     __syncwarp();
     KeptScores<__half> scores;
-    score_part(scores, queries, s, staged, slot, staged[Staged::FACTORS + g], staged[Staged::BIASES + g]);
+    score_part(scores, queries, s, staged, slot, FloatScaling{floats + 2 * g});
     int there = left > 1 ? PIECE : tokens_left() - 8 * g;
     if (used) keep_scores(scores, there, to, units, own, most);
     to += PART;

@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
     for (int part = 0; part < CHUNK; part += PART) {
       int there = (int)s.tokens - at.first - part - 8 * g;
       KeptScores<__half> scores;
-      score_part(scores, queries, s, staged + part, first_slot(lane), staged[FACTORS + part / 8 + g],
-                 staged[BIASES + part / 8 + g]);
+      score_part(scores, queries, s, staged + part, first_slot(lane),
+                 HalfScaling(staged[FACTORS + part / 8 + g], staged[BIASES + part / 8 + g], s.scale));
       if (!queries.out || there <= 0) continue;
       scores.store(queries.out + part, there);
       add_masses(scores, there, units, own, most);

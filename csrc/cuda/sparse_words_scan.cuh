@@ -113,15 +113,26 @@ struct ScanQueries {
   }
 };
 
+// Factors and scaled biases of a lane's eight tokens, two at a time.
+struct HalfScaling {
+  uint32_t factor[4], bias[4];
+  float scale;
+  __device__ __forceinline__ HalfScaling(const uint4 &f, const uint4 &b, float scale)
+      : factor{f.x, f.y, f.z, f.w}, bias{b.x, b.y, b.z, b.w}, scale(scale) {}
+  __device__ __forceinline__ float2 factors(int i) const { return floats_of_pair<__half>(factor[i]); }
+  __device__ __forceinline__ float2 biases(int i) const {
+    float2 x = floats_of_pair<__half>(bias[i]);
+    return make_float2(__fmul_rn(scale, x.x), __fmul_rn(scale, x.y));
+  }
+};
+
 // Where a lane begins to load signs of 64 tokens.
 __device__ __forceinline__ int first_slot(int lane) { return slot_of(8 * (lane & 7) + (lane >> 3)); }
 
 // Scores of 64 tokens at `signs` in shared memory, `slot` the lane's first one, to scores.put(i, of token 2 i, of token 2 i + 1 of this lane).
-template <class Scores, class Queries>
+template <class Scores, class Queries, class Scaling>
 __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, const SignScan &s, const uint4 *signs,
-                                           int slot, const uint4 &factors, const uint4 &biases) {
-  const uint32_t factor[4] = {factors.x, factors.y, factors.z, factors.w},
-                 bias[4] = {biases.x, biases.y, biases.z, biases.w};
+                                           int slot, const Scaling &scaling) {
   const int none[4] = {}, bits[4] = {INTEGER, INTEGER, INTEGER, INTEGER};
   const float dim = (float)s.dim + 2 * ZERO;
 #pragma unroll
@@ -134,14 +145,14 @@ __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, con
       mma_bits(low, words[2 * j], words[2 * j + 1], q.planes[0], none);
       mma_bits(high, words[2 * j], words[2 * j + 1], q.planes[1], none);
       mma_bits(ones, words[2 * j], words[2 * j + 1], ~0u, bits);
-      float2 by = floats_of_pair<__half>(factor[i + j]), add = floats_of_pair<__half>(bias[i + j]);
+      float2 by = scaling.factors(i + j), add = scaling.biases(i + j);
       float y[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float ip = (float)(low[2 * r] + 2 * low[2 * r + 1] + 4 * (high[2 * r] + 2 * high[2 * r + 1]));
         float of_low = __fmul_rn(q.low, fmaf(-2, __int_as_float(ones[2 * r]), dim));
         float x = __fadd_rn(of_low, __fmul_rn(q.delta, fmaf(-2, ip, q.total)));
-        x = __fadd_rn(__fmul_rn(x, r ? by.y : by.x), __fmul_rn(s.scale, r ? add.y : add.x));
+        x = __fadd_rn(__fmul_rn(x, r ? by.y : by.x), r ? add.y : add.x);
         y[r] = __fadd_rn(x, q.base);
       }
       scores.put(i + j, y[0], y[1]);
@@ -183,8 +194,8 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, SCAN_CTAS)
     for (int part = 0; part < CHUNK; part += PART) {
       int count = (int)s.tokens - at.first - part - 8 * g;
       KeptScores<Out> scores;
-      score_part(scores, queries, s, staged + part, first_slot(lane), staged[FACTORS + part / 8 + g],
-                 staged[BIASES + part / 8 + g]);
+      score_part(scores, queries, s, staged + part, first_slot(lane),
+                 HalfScaling(staged[FACTORS + part / 8 + g], staged[BIASES + part / 8 + g], s.scale));
       if (queries.out && count > 0) scores.store(queries.out + part, count);
     }
     __syncwarp();  // before the copies of the chunk after the next
