@@ -82,32 +82,38 @@ __device__ __forceinline__ float mass_of(Mass sum, float peak, float base, float
   return sum ? (float)sum * (1 / unit) * fast_exp2((peak - base) * LOG2_E) : 0;
 }
 
-// The masses of all rows to shared memory.
-__device__ __forceinline__ void load_masses(const ItemPlan &plan, const ItemMemory &m, int item, int rows,
-                                            uint32_t large) {
-  constexpr int STEPS = (SMALL_BINS + 2 * WARP - 1) / (2 * WARP);
-  static_assert(ITEM_THREADS == SCAN_ROWS * 2 * WARP, "two warps a row");
-  int r = threadIdx.x / (2 * WARP), t = threadIdx.x % (2 * WARP);
-  if (r >= rows) return;
-  bool is_large = large >> r & 1;
-  RowBins bins(plan, m, item, r, is_large);
-  float unit = plan.unit(), *to = m.masses + r * NUM_BINS;
-  if (is_large) {
-    const Mass *from = plan.large_masses + (int64_t)(item * SCAN_ROWS + r) * NUM_BINS;
-    for (int i = t; i < NUM_BINS; i += 2 * WARP)
-      to[i] = mass_of(fresh(from + i), fminf(edge_of(i + 1), bins.top), bins.base, unit);
-    return;
-  }
-  const Mass *from = plan.masses + (int64_t)(item * SCAN_ROWS + r) * SMALL_BINS + t;
-  Mass sums[STEPS];
+// The masses of the item's rows, on their way to shared memory; a row is that of two warps.
+struct MassLoads {
+  static constexpr int THREADS = 2 * WARP, STEPS = (SMALL_BINS + THREADS - 1) / THREADS;
+  static_assert(ITEM_THREADS == SCAN_ROWS * THREADS, "two warps a row");
+  Mass sums[STEPS];  // of small scores
+
+  __device__ __forceinline__ MassLoads(const ItemPlan &plan, int item) {
+    int r = threadIdx.x / THREADS, t = threadIdx.x % THREADS;
+    const Mass *from = plan.masses + (int64_t)(item * SCAN_ROWS + r) * SMALL_BINS + t;
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) sums[i] = t + i * 2 * WARP < SMALL_BINS ? fresh(from + i * 2 * WARP) : 0;
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    int bin = t + i * 2 * WARP;
-    if (bin < SMALL_BINS) to[bin] = mass_of(sums[i], peak_of(FIRST_SMALL + bin), bins.base, unit);
+    for (int i = 0; i < STEPS; i++) sums[i] = t + i * THREADS < SMALL_BINS ? fresh(from + i * THREADS) : 0;
   }
-}
+  __device__ __forceinline__ void store(const ItemPlan &plan, const ItemMemory &m, int item, int rows,
+                                        uint32_t large) const {
+    int r = threadIdx.x / THREADS, t = threadIdx.x % THREADS;
+    if (r >= rows) return;
+    bool is_large = large >> r & 1;
+    RowBins bins(plan, m, item, r, is_large);
+    float unit = plan.unit(), *to = m.masses + r * NUM_BINS;
+    if (is_large) {
+      const Mass *from = plan.large_masses + (int64_t)(item * SCAN_ROWS + r) * NUM_BINS;
+      for (int i = t; i < NUM_BINS; i += THREADS)
+        to[i] = mass_of(fresh(from + i), fminf(edge_of(i + 1), bins.top), bins.base, unit);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+      int bin = t + i * THREADS;
+      if (bin < SMALL_BINS) to[bin] = mass_of(sums[i], peak_of(FIRST_SMALL + bin), bins.base, unit);
+    }
+  }
+};
 
 __device__ __forceinline__ float sum_until(float x) {
   for (int step = 1; step < WARP; step *= 2) {
@@ -121,6 +127,7 @@ __device__ __forceinline__ float sum_until(float x) {
 __device__ __forceinline__ RowCut cut_of(const float *masses, const RowBins &bins, float exact, float top_p) {
   int lane = lane_id(), last = (WARP - lane) * bins.each - 1;
   float own = 0;
+#pragma unroll 8
   for (int j = 0; j < bins.each; j++) own += masses[last - j];
   float until = sum_until(own), all = __shfl_sync(ALL_LANES, until, WARP - 1);
   float before = bins.base > -INFINITY ? expf(exact - bins.base) : 0, total = all + before;
@@ -148,18 +155,22 @@ __device__ __forceinline__ RowCut cut_of(const float *masses, const RowBins &bin
 // returned.
 __device__ __forceinline__ int find_cuts(const TopP &p, const ItemPlan &plan, const ItemMemory &m, int rows) {
   ItemPlace at(plan);
-  int warp = warp_id(), meetings = 1;
+  int t = threadIdx.x, warp = warp_id(), meetings = 1;
+  float exact = 0;
+  if (t < rows) {
+    RowPlace row = row_of_item(p, at.item, t);
+    exact = fresh(p.exact_lse + row.b * p.lse_stride[0] + row.hq * p.lse_stride[1] + row.m * p.lse_stride[2]);
+  }
   add_cells(plan.masses + (int64_t)at.item * SCAN_ROWS * SMALL_BINS, m.cells, rows * SMALL_BINS);
-  if ((int)threadIdx.x < rows) {
-    RowPlace row = row_of_item(p, at.item, threadIdx.x);
-    m.notes->exact[threadIdx.x] =
-        p.exact_lse[row.b * p.lse_stride[0] + row.hq * p.lse_stride[1] + row.m * p.lse_stride[2]];
-    if (m.notes->large[threadIdx.x]) atomicOr(&plan.large[at.item], 1u << threadIdx.x);
+  if (t < rows) {
+    m.notes->exact[t] = exact;
+    if (m.notes->large[t]) atomicOr(&plan.large[at.item], 1u << t);
   }
   meet_blocks(&plan.arrived[at.item], (uint32_t)plan.segments);
   uint32_t large = fresh(&plan.large[at.item]);
+  MassLoads loads(plan, at.item);
   if (large) add_large(plan, m, large), meetings = 3;
-  load_masses(plan, m, at.item, rows, large);
+  loads.store(plan, m, at.item, rows, large);
   __syncthreads();
   if (warp < rows) {
     RowBins bins(plan, m, at.item, warp, large >> warp & 1);

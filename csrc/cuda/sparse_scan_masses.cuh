@@ -52,14 +52,14 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
       left = start + count * (warp + 1) / SUM_WARPS - chunk;
   for (int i = t; i < SCAN_ROWS * NUM_BINS; i += SUM_THREADS) cells[i] = 0;
   if (t < SCAN_ROWS) is_large[t] = 0;
-  clear_biases<CHUNK>(s, shared, lane);
+  clear_biases(s, shared, lane);
   __syncthreads();
   wait_for_kernels_ahead(), let_next_kernel_begin();
   float units = least_numbers((float)(1 << min(__clz(count * CHUNK), 22)));
   ScanPlace at(s, plan.scan, item * plan.scan.chunks + chunk);
   ScanQueries<__half> queries(s, at, lane);
   __half2 most = __half2half2(__ushort_as_half(0));
-  ChunkSource<CHUNK> source(s, at, lane);
+  ChunkSource source(s, at, lane);
   if (left > 0) source.stage(shared, s, lane);
   close_copies();
   for (int buffer = 0; left > 0; left--, buffer ^= 1) {

@@ -14,66 +14,52 @@ namespace cuda {
 
 constexpr int SCAN_CTAS = 6;
 
-// A chunk of LEN tokens in shared memory: their signs, factors, biases; units of 16 bytes.
-template <int LEN>
-struct StagedChunk {
-  static constexpr int HALF_UNITS = LEN / 8, FACTORS = LEN, BIASES = FACTORS + HALF_UNITS, UNITS = BIASES + HALF_UNITS;
-};
-constexpr int FACTORS = StagedChunk<CHUNK>::FACTORS, BIASES = StagedChunk<CHUNK>::BIASES,
-              CHUNK_UNITS = StagedChunk<CHUNK>::UNITS;
+// A chunk in shared memory: signs of its tokens, factors, biases; units of 16 bytes.
+constexpr int HALF_UNITS = CHUNK / 8, FACTORS = CHUNK, BIASES = FACTORS + HALF_UNITS, CHUNK_UNITS = BIASES + HALF_UNITS;
 
 // Place of token 8 r + k among the rows of a chunk in shared memory, free of bank conflicts for loads at equal k.
 __device__ __forceinline__ int slot_of(int token) { return token ^ (token >> 3 & 7); }
 
 // Zeros in both chunks of a warp, where there are no biases.
-template <int LEN>
 __device__ __forceinline__ void clear_biases(const SignScan &s, uint4 *shared, int lane) {
   if (s.index.bias) return;
   for (int buffer = 0; buffer < 2; buffer++)
-    if (lane < StagedChunk<LEN>::HALF_UNITS)
-      shared[buffer * StagedChunk<LEN>::UNITS + StagedChunk<LEN>::BIASES + lane] = make_uint4(0, 0, 0, 0);
+    if (lane < HALF_UNITS) shared[buffer * CHUNK_UNITS + BIASES + lane] = make_uint4(0, 0, 0, 0);
 }
 
-// What a lane copies of chunks that follow each other: tokens, and factors or biases of eight.
-template <int LEN>
+// What a lane copies of chunks that follow each other: four tokens, and factors or biases of eight.
 struct ChunkSource {
-  static constexpr int HALF_UNITS = StagedChunk<LEN>::HALF_UNITS;
   const uint32_t *signs;
-  const uint16_t *halves;
-  int left;  // tokens from the chunk's first one on
+  const uint16_t *halves;  // null if absent
+  int left;                // tokens from the chunk's first one on
 
   __device__ __forceinline__ ChunkSource(const SignScan &s, const ScanPlace &at, int lane) {
     const SignIndex &x = s.index;
     signs = x.sign + at.b * x.sign_stride[0] + at.h * x.sign_stride[1] + (s.start + at.first + lane) * x.sign_stride[2];
     int64_t token = s.start + at.first + lane % HALF_UNITS * 8;
-    const uint16_t *factors = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1],
-                   *biases = x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1];
-    left = (int)s.tokens - at.first, halves = (lane < HALF_UNITS ? factors : biases) + token;
-  }
-  static __device__ __forceinline__ bool has_halves(const SignScan &s, int lane) {
-    return lane < HALF_UNITS || (lane < 2 * HALF_UNITS && s.index.bias);
+    if (lane < HALF_UNITS)
+      halves = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1] + token;
+    else
+      halves = x.bias ? x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1] + token : nullptr;
+    left = (int)s.tokens - at.first;
   }
   // `shared` is the chunk's place.
   __device__ __forceinline__ void stage(uint4 *shared, const SignScan &s, int lane) const {
     int64_t stride = s.index.sign_stride[2] * WARP;
-    if (left >= LEN) {
-      int slot = slot_of(lane);  // of the others: its lower bits less or more 4
 #pragma unroll
-      for (int j = 0; j < LEN / WARP; j++) copy_async<16>(shared + (slot ^ 4 * (j & 1)) + WARP * j, signs + j * stride);
-    } else {
-#pragma unroll 1
-      for (int j = 0; lane + WARP * j < left; j++)
+    for (int j = 0; j < CHUNK / WARP; j++)
+      if (left >= CHUNK || lane + WARP * j < left)
         copy_async<16>(shared + slot_of(lane + WARP * j), signs + j * stride);
-    }
-    uint4 *to = shared + StagedChunk<LEN>::FACTORS + lane;  // biases follow factors
-    int count = has_halves(s, lane) ? left - lane % HALF_UNITS * 8 : 0;
+    uint4 *to = shared + FACTORS + lane;  // biases follow factors
+    int count = left - lane % HALF_UNITS * 8;
+    if (!halves) return;
     if (count >= 8 && (uintptr_t)halves % 16 == 0) return copy_async<16>(to, halves);
-#pragma unroll 1
-    for (int i = 0; i < min(count, 8); i++) ((uint16_t *)to)[i] = fresh(halves + i);
+    for (int i = 0; i < 8; i++) ((uint16_t *)to)[i] = i < count ? halves[i] : 0;
   }
   // To the next chunk of the same head, if there is one.
   __device__ __forceinline__ bool step(const SignScan &s) {
-    signs += LEN * s.index.sign_stride[2], halves += LEN, left -= LEN;
+    signs += CHUNK * s.index.sign_stride[2], left -= CHUNK;
+    if (halves) halves += CHUNK;
     return left > 0;
   }
 };
@@ -173,18 +159,18 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, SCAN_CTAS)
   int lane = lane_id(), warp = warp_id(), g = lane >> 2;
   uint4 *shared = memory + warp * 2 * CHUNK_UNITS;
   int chunk = plan.first_chunk(warp), left = plan.first_chunk(warp + 1) - chunk;
-  clear_biases<CHUNK>(s, shared, lane);
+  clear_biases(s, shared, lane);
   wait_for_kernels_ahead(), let_next_kernel_begin();
   if (left <= 0) return;
   ScanPlace at(s, plan, chunk), ahead = at;
   ScanQueries<Out> queries(s, at, lane);
-  ChunkSource<CHUNK> source(s, ahead, lane);
+  ChunkSource source(s, ahead, lane);
   source.stage(shared, s, lane);
   close_copies();
   for (int buffer = 0; left > 0; left--, buffer ^= 1) {
     const uint4 *staged = shared + buffer * CHUNK_UNITS;
     if (left > 1) {
-      if (!source.step(s)) ahead.next_rows(s, plan), source = ChunkSource<CHUNK>(s, ahead, lane);
+      if (!source.step(s)) ahead.next_rows(s, plan), source = ChunkSource(s, ahead, lane);
       source.stage(shared + (buffer ^ 1) * CHUNK_UNITS, s, lane);
     }
     close_copies();
