@@ -17,7 +17,7 @@ constexpr int ITEM_WARPS = 8, ITEM_THREADS = ITEM_WARPS * WARP, ITEM_CTAS = 3, M
 // Bins of scores from -64 to 64, the ends excluded.
 constexpr int FIRST_SMALL = 0x2C00 >> BIN_SHIFT, SMALL_BINS = (0xD400 >> BIN_SHIFT) - FIRST_SMALL;
 constexpr int WARP_UNITS = 2 * PART + WARP, STAGED_BYTES = ITEM_WARPS * WARP_UNITS * 16,  // signs twice, floats
-              CELL_BYTES = SCAN_ROWS * SMALL_BINS * 4;
+    CELL_BYTES = SCAN_ROWS * SMALL_BINS * 4;
 
 static_assert(STAGED_BYTES >= SCAN_ROWS * NUM_BINS * 4, "masses of rows follow staged chunks");
 static_assert(MAX_PARTS * PART / 32 <= ITEM_THREADS, "a thread has one word of the selection");
@@ -59,9 +59,8 @@ struct ItemPlace {
 
 struct ItemNotes {
   RowCut cuts[SCAN_ROWS];
-  float least[SCAN_ROWS];   // scores from here on are kept
-  float exact[SCAN_ROWS];   // log-sum-exp
-  float tops[ITEM_WARPS];
+  float least[SCAN_ROWS];  // scores from here on are kept
+  float exact[SCAN_ROWS];  // log-sum-exp
   int sums[ITEM_WARPS], large[SCAN_ROWS];
 };
 
@@ -196,7 +195,8 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   ScanQueries<__half> queries(s, at, lane);
   bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());
-  const int slot = opaque(first_slot(lane)), plain = source.plain ? 2 : INT32_MAX;  // with more parts left, the next is whole
+  const int slot = opaque(first_slot(lane)),
+            plain = source.plain ? 2 : INT32_MAX;  // with more parts left, the next is whole
   __half2 most = __half2half2(__ushort_as_half(0));
 #pragma unroll 1
   for (; left > 0; left--) {

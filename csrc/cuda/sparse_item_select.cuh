@@ -7,8 +7,8 @@
 namespace kvq {
 namespace cuda {
 
-// Clears what the blocks of items add to. The kernel after it may read what those ahead of this one wrote before its own
-// wait, as this one lets it begin when they have ended; but not what this one writes.
+// Clears what the blocks of items add to. The kernel after it may read what those ahead of this one wrote before its
+// own wait, as this one lets it begin when they have ended; but not what this one writes.
 __global__ void __launch_bounds__(ITEM_THREADS) clear_items(uint4 *to, int units) {
   wait_for_kernels_ahead(), let_next_kernel_begin();
   for (int i = blockIdx.x * ITEM_THREADS + threadIdx.x; i < units; i += (int)gridDim.x * ITEM_THREADS)
@@ -75,7 +75,8 @@ __device__ __forceinline__ uint32_t selected_word(const ItemMemory &m, int parts
   uint8_t *bytes = (uint8_t *)m.cells;
   __half2 least[SCAN_ROWS];
 #pragma unroll
-  for (int r = 0; r < SCAN_ROWS; r++) least[r] = __float2half2_rn(r < rows ? fmaxf(m.notes->least[r], -65504) : INFINITY);
+  for (int r = 0; r < SCAN_ROWS; r++)
+    least[r] = __float2half2_rn(r < rows ? fmaxf(m.notes->least[r], -65504) : INFINITY);
   for (int unit = threadIdx.x; unit < parts * (PART / PIECE); unit += ITEM_THREADS) {
     uint32_t kept[PIECE / 2] = {};
 #pragma unroll
@@ -97,10 +98,11 @@ __device__ __forceinline__ uint32_t selected_word(const ItemMemory &m, int parts
 
 // For `cap`, where a selection has no room: the words, scores and cuts of this block's segment.
 __device__ inline void save_segment(const TopP &p, const ItemPlan &plan, const ItemMemory &m, const Marks &marks,
-                                          RowCut *cuts, uint32_t word, int rows) {
+                                    RowCut *cuts, uint32_t word, int rows) {
   ItemPlace at(plan);
   int w = at.first / 32 + (int)threadIdx.x, count = min(at.parts * PART, (int)p.columns - at.first);
-  if ((int)threadIdx.x < at.parts * (PART / 32) && w < marks.words) marks.kept[(int64_t)at.item * marks.words + w] = word;
+  if ((int)threadIdx.x < at.parts * (PART / 32) && w < marks.words)
+    marks.kept[(int64_t)at.item * marks.words + w] = word;
   for (int r = 0; r < rows; r++) {
     RowPlace row = row_of_item(p, at.item, r);
     __half *to = (__half *)ScoreRow(p, row).scores + at.first;

@@ -1,6 +1,6 @@
 // top_p_select: two reads of the scores and no sort. Masses of bins, the bin of the cut, marks, the cut within the bin,
 // indices: four launches, each of which begins while the last one ends; one more for scores that are not float16 codes,
-// and where the capacity may be exceeded.
+// and where the capacity may be exceeded. With the scan in one launch, for up to four rows a kv head: sparse_item.cuh.
 #include "sparse_item_select.cuh"
 #include "sparse_scan_masses.cuh"
 
@@ -85,8 +85,9 @@ struct ItemCall {
   int64_t cleared_bytes, bytes;
 
   static bool takes(const SignScan &s, const TopP &p, int num_multiprocessors) {
-    return in_words(s) && s.index.sign_stride[2] == 4 && s.out.dtype == FLOAT16 && !p.mask.data && s.group * s.queries <= SCAN_ROWS &&
-           p.selection.selections == s.heads && ItemPlan(s, item_blocks(num_multiprocessors)).fits();
+    return in_words(s) && s.index.sign_stride[2] == 4 && s.out.dtype == FLOAT16 && !p.mask.data &&
+           s.group * s.queries <= SCAN_ROWS && p.selection.selections == s.heads &&
+           ItemPlan(s, item_blocks(num_multiprocessors)).fits();
   }
   ItemCall(const SignScan &s, const TopP &p, int num_multiprocessors, char *scratch)
       : plan(s, item_blocks(num_multiprocessors)), marks{}, cleared(scratch), bytes(0) {
@@ -108,8 +109,8 @@ struct ItemCall {
     int64_t units = cleared_bytes / (int64_t)sizeof(uint4), blocks = ceil_div(units, ITEM_THREADS);
     launch_behind(clear_items, dim3((unsigned)(blocks < num_multiprocessors ? blocks : num_multiprocessors)),
                   ITEM_THREADS, 0, stream, (uint4 *)cleared, (int)units);
-    launch_behind(scan_select, dim3((unsigned)(plan.items * plan.segments)), ITEM_THREADS, ItemMemory::bytes_of(plan.segment_parts),
-                  stream, s, p, plan, cuts, marks);
+    launch_behind(scan_select, dim3((unsigned)(plan.items * plan.segments)), ITEM_THREADS,
+                  ItemMemory::bytes_of(plan.segment_parts), stream, s, p, plan, cuts, marks);
     if (p.selection.capacity < p.columns)
       launch_behind(cap, dim3((unsigned)plan.items), CAP_THREADS, 0, stream, p, cuts, marks);
   }

@@ -1,5 +1,5 @@
-// sign_scores of four words a token, an even number of dims from 98 to 128, which may be copied as 16 bytes: a warp scores 128 tokens of one
-// kv head for four rows (a query head and token each) at a time.
+// sign_scores of four words a token, an even number of dims from 98 to 128, which may be copied as 16 bytes: a warp
+// scores 128 tokens of one kv head for four rows (a query head and token each) at a time.
 //
 // Tensor cores count bits: rows of A are the signs of 16 tokens; the eight columns of B are two planes of four rows.
 // Two products give all four planes, a third, of ones, the number of negative signs. Of 64 tokens lane 4 g + c has
@@ -115,7 +115,8 @@ struct HalfScaling {
 // Where a lane begins to load signs of 64 tokens.
 __device__ __forceinline__ int first_slot(int lane) { return slot_of(8 * (lane & 7) + (lane >> 3)); }
 
-// Scores of 64 tokens at `signs` in shared memory, `slot` the lane's first one, to scores.put(i, of token 2 i, of token 2 i + 1 of this lane).
+// Scores of 64 tokens at `signs` in shared memory, `slot` the lane's first one, to scores.put(i, of token 2 i, of token
+// 2 i + 1 of this lane).
 template <class Scores, class Queries, class Scaling>
 __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, const SignScan &s, const uint4 *signs,
                                            int slot, const Scaling &scaling) {
