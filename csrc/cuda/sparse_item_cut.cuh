@@ -170,6 +170,8 @@ __device__ __forceinline__ int find_cuts(const TopP &p, const ItemPlan &plan, co
   uint32_t large = fresh(&plan.large[at.item]);
   MassLoads loads(plan, at.item);
   if (large) add_large(plan, m, large), meetings = 3;
+  static_assert(ITEM_THREADS == SCAN_ROWS * CODES, "a thread has one count");
+  m.cells[t] = 0;  // for the counts of codes
   loads.store(plan, m, at.item, rows, large);
   __syncthreads();
   if (warp < rows) {

@@ -55,8 +55,6 @@ __device__ __forceinline__ void settle(const ItemPlan &plan, const ItemMemory &m
   ItemPlace at(plan);
   int warp = warp_id();
   uint32_t *counts = plan.counts + at.item * SCAN_ROWS * CODES;
-  for (int i = threadIdx.x; i < rows * CODES; i += ITEM_THREADS) m.cells[i] = 0;
-  __syncthreads();
   for (int r = 0; r < rows; r++) count_codes(m, at.parts, r);
   __syncthreads();
   add_cells(counts, m.cells, rows * CODES);

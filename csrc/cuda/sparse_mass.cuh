@@ -92,7 +92,8 @@ __device__ __forceinline__ void add_small(PairAt pair_at, int count, float units
     float2 below = __half22float2(__hsub2(pair.scores, pair.peaks));  // exact: both lie in one bin
     uint32_t low = __float_as_uint(fast_exp2(below.x * LOG2_E) * units);
     uint32_t high = __float_as_uint(fast_exp2(below.y * LOG2_E) * units);
-    auto cell_at = [&](uint32_t bytes) { return (uint32_t *)((char *)cells + bytes); };  // less to compute than cells[i]
+    // Less to compute than cells[i].
+    auto cell_at = [&](uint32_t bytes) { return (uint32_t *)((char *)cells + bytes); };
     constexpr uint32_t BIN = 0xffffu >> BIN_SHIFT << BIN_SHIFT;
     if (WHOLE || i < count) atomicAdd(cell_at((pair.codes & BIN) >> (BIN_SHIFT - 2)), low);
     if (WHOLE || i + 1 < count) atomicAdd(cell_at((pair.codes & BIN << 16) >> (16 + BIN_SHIFT - 2)), high);
