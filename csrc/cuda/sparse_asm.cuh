@@ -15,5 +15,34 @@ __device__ __forceinline__ void mma_bits(int (&d)[4], uint32_t a0, uint32_t a1, 
       : "r"(a0), "r"(a1), "r"(b), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
+// What is in memory, not in a cache of this multiprocessor, and not read earlier than here.
+template <class T>
+__device__ __forceinline__ T fresh(const T *x) {
+  return *(const volatile T *)x;
+}
+
+// Waits for other blocks of threads: those of which each has called this with the same counter, `all` times together.
+// What any of them wrote before, each may then read by `fresh`.
+__device__ __forceinline__ void meet_blocks(uint32_t *arrived, uint32_t all) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(arrived, 1u);
+    uint32_t there;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(arrived) : "memory");
+    } while (there < all);
+  }
+  __syncthreads();
+}
+
+// Waits until another block of threads has written something other than 0, by an atomic operation.
+__device__ __forceinline__ uint32_t awaited(const uint32_t *x) {
+  uint32_t there;
+  while (!(there = fresh(x))) {
+  }
+  return there;
+}
+
 }  // namespace cuda
 }  // namespace kvq

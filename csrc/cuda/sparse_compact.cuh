@@ -32,6 +32,30 @@ __device__ __forceinline__ uint32_t share_of(const TopP &p, const SelectionRows 
   return ordered_bits(most + 0.0f);
 }
 
+// By a warp, which scores of the bin that is cut are kept: those from the value returned on. count_of(code) of them
+// have each code.
+template <class CountOf>
+__device__ __forceinline__ float least_kept(const RowCut &cut, CountOf count_of) {
+  int lane = lane_id(), bin = bin_of(cut.edge), upper = CODES - 1 - 2 * lane;
+  auto score_of = [bin](int code) {
+    uint32_t all = (uint32_t)bin << BIN_SHIFT | (uint32_t)code, bits = all & 0x8000 ? all ^ 0x8000 : ~all & 0xffff;
+    return __half2float(__ushort_as_half((unsigned short)bits));
+  };
+  auto mass_of = [&](int code) {  // 0 for those above cut.base, of which there are none
+    uint32_t count = count_of(code);
+    return count ? (float)count * expf(score_of(code) - cut.base) : 0;
+  };
+  float above = mass_of(upper), sum = above + mass_of(upper - 1), until = sum;
+  for (int step = 1; step < WARP; step *= 2) {
+    float other = __shfl_up_sync(ALL_LANES, until, step);
+    if (lane >= step) until += other;
+  }
+  uint32_t behind = __ballot_sync(ALL_LANES, until >= cut.need);
+  int found = behind ? __ffs((int)behind) - 1 : WARP - 1;
+  bool first = until - sum + above >= cut.need;
+  return score_of(__shfl_sync(ALL_LANES, first ? upper : upper - 1, found));
+}
+
 // A row of which some scores are in doubt: those from `least` on are kept.
 struct DoubtfulRow {
   const __half *scores;
@@ -44,24 +68,7 @@ struct DoubtfulRow {
     RowCut cut = cuts[flat];
     scores = (const __half *)ScoreRow(p, row).scores, doubt = marks.doubt + flat * marks.words, least = INFINITY;
     if (!(cut.edge < cut.sure)) return;  // no bin is cut
-    const uint32_t *counts = marks.counts + flat * CODES;
-    int lane = lane_id(), bin = bin_of(cut.edge), upper = CODES - 1 - 2 * lane;
-    auto mass_of = [&](int code) {  // 0 for those above cut.base, of which there are none
-      return counts[code] ? (float)counts[code] * expf(score_of(bin, code) - cut.base) : 0;
-    };
-    float above = mass_of(upper), sum = above + mass_of(upper - 1), until = sum;
-    for (int step = 1; step < WARP; step *= 2) {
-      float other = __shfl_up_sync(ALL_LANES, until, step);
-      if (lane >= step) until += other;
-    }
-    uint32_t behind = __ballot_sync(ALL_LANES, until >= cut.need);
-    int found = behind ? __ffs((int)behind) - 1 : WARP - 1;
-    bool first = until - sum + above >= cut.need;
-    least = score_of(bin, __shfl_sync(ALL_LANES, first ? upper : upper - 1, found));
-  }
-  static __device__ __forceinline__ float score_of(int bin, int code) {
-    uint32_t all = (uint32_t)bin << BIN_SHIFT | (uint32_t)code, bits = all & 0x8000 ? all ^ 0x8000 : ~all & 0xffff;
-    return __half2float(__ushort_as_half((unsigned short)bits));
+    least = least_kept(cut, [counts = marks.counts + flat * CODES](int code) { return counts[code]; });
   }
 };
 

@@ -56,12 +56,16 @@ __device__ __forceinline__ float largest_of_block(float x, float *shared) {
 constexpr float SMALL_SCORE = 64;  // the bins of smaller ones are narrow
 constexpr uint32_t REST_OF_BIN = ((1 << BIN_SHIFT) - 1) * 0x10001u;
 
-// Two float16 scores as ordered codes, and the largest scores of their bins.
+// The same scores, 0 instead of -0.
+__device__ __forceinline__ __half2 without_minus_zero(__half2 x) {
+  return __hadd2(x, __half2half2(__ushort_as_half(0)));
+}
+
+// Two float16 scores as ordered codes, and the largest scores of their bins. None is -0.
 struct PairOfCodes {
   uint32_t codes;
   __half2 scores, peaks;
-  __device__ __forceinline__ explicit PairOfCodes(__half2 x) {
-    scores = __hadd2(x, __half2half2(__ushort_as_half(0)));  // never -0
+  __device__ __forceinline__ explicit PairOfCodes(__half2 x) : scores(x) {
     uint32_t bits = *(uint32_t *)&scores, flip = permute_bytes(bits, 0, 0xBB99) | 0x80008000u;
     codes = bits ^ flip;
     uint32_t peak = (codes | REST_OF_BIN) ^ flip;
@@ -75,18 +79,24 @@ __device__ __forceinline__ float peak_of(int bin) {
   return __half2float(__ushort_as_half((unsigned short)bits));
 }
 
-// Adds the masses of the first `count` of eight small scores, relative to the peaks of their bins; pair_at(i) are two.
+// `unit` times the least number: times x up to 1 it is a float whose bits are the integer x * unit, rounded.
+__device__ __forceinline__ float least_numbers(float unit) { return __uint_as_float((uint32_t)unit); }
+
+// Adds the masses of the first `count` of eight small scores, relative to the peaks of their bins, times unit, which
+// `units` are least_numbers of; pair_at(i) are two.
 template <bool WHOLE, class PairAt>
-__device__ __forceinline__ void add_small(PairAt pair_at, int count, float unit, uint32_t *cells) {
-  const float exact = 8388608;  // 2^23, added so that the lower bits of a float are an integer
+__device__ __forceinline__ void add_small(PairAt pair_at, int count, float units, uint32_t *cells) {
 #pragma unroll
   for (int i = 0; i < PIECE; i += 2) {
     PairOfCodes pair(pair_at(i / 2));
     float2 below = __half22float2(__hsub2(pair.scores, pair.peaks));  // exact: both lie in one bin
-    uint32_t low = __float_as_uint(fmaf(fast_exp2(below.x * LOG2_E), unit, exact)) - 0x4B000000u;
-    uint32_t high = __float_as_uint(fmaf(fast_exp2(below.y * LOG2_E), unit, exact)) - 0x4B000000u;
-    if (WHOLE || i < count) atomicAdd(&cells[(pair.codes & 0xffff) >> BIN_SHIFT], low);
-    if (WHOLE || i + 1 < count) atomicAdd(&cells[pair.codes >> (16 + BIN_SHIFT)], high);
+    uint32_t low = __float_as_uint(fast_exp2(below.x * LOG2_E) * units);
+    uint32_t high = __float_as_uint(fast_exp2(below.y * LOG2_E) * units);
+    // Less to compute than cells[i].
+    auto cell_at = [&](uint32_t bytes) { return (uint32_t *)((char *)cells + bytes); };
+    constexpr uint32_t BIN = 0xffffu >> BIN_SHIFT << BIN_SHIFT;
+    if (WHOLE || i < count) atomicAdd(cell_at((pair.codes & BIN) >> (BIN_SHIFT - 2)), low);
+    if (WHOLE || i + 1 < count) atomicAdd(cell_at((pair.codes & BIN << 16) >> (16 + BIN_SHIFT - 2)), high);
   }
 }
 
@@ -111,7 +121,7 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
   wait_for_kernels_ahead(), let_next_kernel_begin();
   if (scanned.holds(row)) return;
   int shift = min(__clz(left), 22);  // so that a cell holds a whole segment
-  float unit = (float)(1 << shift), top;
+  float unit = (float)(1 << shift), units = least_numbers(unit), top;
   bool small = false;
   if constexpr (sizeof(Score) == 2 && !MASKED) {
     __align__(16) Piece<__half> pieces[MAX_PIECES];
@@ -129,11 +139,13 @@ __global__ void __launch_bounds__(MASS_THREADS, 2)
 #pragma unroll
       for (int j = 0; j < MAX_PIECES; j++) {
         int count = left - place_of(j);
-        auto pair_at = [&](int i) { return __halves2half2(pieces[j].x[2 * i], pieces[j].x[2 * i + 1]); };
+        auto pair_at = [&](int i) {
+          return without_minus_zero(__halves2half2(pieces[j].x[2 * i], pieces[j].x[2 * i + 1]));
+        };
         if (count >= PIECE)
-          add_small<true>(pair_at, PIECE, unit, cells);
+          add_small<true>(pair_at, PIECE, units, cells);
         else if (count > 0)
-          add_small<false>(pair_at, count, unit, cells);
+          add_small<false>(pair_at, count, units, cells);
       }
     }
   }

@@ -30,6 +30,7 @@ struct ScanPlan {
 
 struct ScanPlace {
   int b, h, first_row, first;  // token of the chunk, counted from `start`
+  __device__ __forceinline__ ScanPlace(int b, int h, int first) : b(b), h(h), first_row(0), first(first) {}
   __device__ __forceinline__ ScanPlace(const SignScan &s, const ScanPlan &plan, int chunk) {
     int item = chunk / plan.chunks, head = item / plan.row_blocks;
     first = (chunk - item * plan.chunks) * CHUNK, first_row = (item - head * plan.row_blocks) * SCAN_ROWS;

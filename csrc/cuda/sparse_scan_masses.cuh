@@ -26,7 +26,7 @@ struct ScanMassPlan {
 };
 
 // Adds the masses of a lane's first `count` scores to `cells` and their sizes to `most`; the others to a bin of NaN.
-__device__ __forceinline__ void add_masses(KeptScores<__half> scores, int count, float unit, uint32_t *cells,
+__device__ __forceinline__ void add_masses(KeptScores<__half> scores, int count, float units, uint32_t *cells,
                                            __half2 &most) {
 #pragma unroll
   for (int i = 0; i < PIECE / 2; i++) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_masses(KeptScores<__half> scores, int count,
     }
     most = __hmax2_nan(most, __habs2(*(const __half2 *)&pair));
   }
-  add_small<true>([&](int i) { return *(const __half2 *)&scores.kept[i]; }, PIECE, unit, cells);
+  add_small<true>([&](int i) { return without_minus_zero(*(const __half2 *)&scores.kept[i]); }, PIECE, units, cells);
 }
 
 __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
   clear_biases(s, shared, lane);
   __syncthreads();
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  float unit = (float)(1 << min(__clz(count * CHUNK), 22));
+  float units = least_numbers((float)(1 << min(__clz(count * CHUNK), 22)));
   ScanPlace at(s, plan.scan, item * plan.scan.chunks + chunk);
   ScanQueries<__half> queries(s, at, lane);
   __half2 most = __half2half2(__ushort_as_half(0));
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
     for (int part = 0; part < CHUNK; part += PART) {
       int there = (int)s.tokens - at.first - part - 8 * g;
       KeptScores<__half> scores;
-      score_part(scores, queries, s, staged + part, staged[FACTORS + part / 8 + g], staged[BIASES + part / 8 + g],
-                 lane);
+      score_part(scores, queries, s, staged + part, first_slot(lane),
+                 HalfScaling(staged[FACTORS + part / 8 + g], staged[BIASES + part / 8 + g], s.scale));
       if (!queries.out || there <= 0) continue;
       scores.store(queries.out + part, there);
-      add_masses(scores, there, unit, own, most);
+      add_masses(scores, there, units, own, most);
     }
     __syncwarp();  // before the copies of the chunk after the next
     at.first += CHUNK;
@@ -87,12 +87,13 @@ __global__ void __launch_bounds__(SUM_THREADS, SUM_CTAS)
   __syncthreads();
   int block = opaque((int)blockIdx.x), segment = block % plan.mass.segments;  // not kept in registers until here
   at = ScanPlace(s, plan.scan, block / plan.mass.segments * plan.scan.chunks);
+  float each = 1 / (float)__float_as_uint(units);
   for (int r = 0; r < SCAN_ROWS && at.first_row + r < s.group * s.queries; r++) {
     int row = at.first_row + r, head = row / (int)s.queries, m = row - head * (int)s.queries;
     int64_t flat = ((at.b * s.heads + at.h) * s.group + head) * s.queries + m, to = flat * plan.mass.segments + segment;
     for (int i = t; i < NUM_BINS; i += SUM_THREADS)
       plan.mass.masses[to * NUM_BINS + i] =
-          !is_bin_of_numbers(i) ? 0 : relative_mass(cells[r * NUM_BINS + i], peak_of(i), 0, 1 / unit);
+          !is_bin_of_numbers(i) ? 0 : relative_mass(cells[r * NUM_BINS + i], peak_of(i), 0, each);
     if (t == 0) plan.mass.tops[to] = is_large[r] ? NAN : 0;
   }
 }

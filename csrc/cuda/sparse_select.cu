@@ -1,7 +1,7 @@
 // top_p_select: two reads of the scores and no sort. Masses of bins, the bin of the cut, marks, the cut within the bin,
 // indices: four launches, each of which begins while the last one ends; one more for scores that are not float16 codes,
-// and where the capacity may be exceeded.
-#include "sparse_compact.cuh"
+// and where the capacity may be exceeded. With the scan in one launch, for up to four rows a kv head: sparse_item.cuh.
+#include "sparse_item_select.cuh"
 #include "sparse_scan_masses.cuh"
 
 namespace kvq {
@@ -67,6 +67,55 @@ int scan_segments(const SignScan &s, const TopP &p, int num_multiprocessors) {
   return segments <= MAX_SEGMENTS ? segments : 0;
 }
 
+// Blocks of scan_select that the current device can hold at once.
+int item_blocks(int num_multiprocessors) {
+  constexpr int RESERVED_BYTES = 1024;  // a block
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device), cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  int blocks = bytes / (MAX_ITEM_BYTES + RESERVED_BYTES);
+  return num_multiprocessors * (blocks < ITEM_CTAS ? blocks : ITEM_CTAS);
+}
+
+// Scan and selection in one launch, of what scan_select takes.
+struct ItemCall {
+  ItemPlan plan;
+  Marks marks;
+  RowCut *cuts;
+  char *cleared;
+  int64_t cleared_bytes, bytes;
+
+  static bool takes(const SignScan &s, const TopP &p, int num_multiprocessors) {
+    return in_words(s) && s.index.sign_stride[2] == 4 && s.out.dtype == FLOAT16 && !p.mask.data &&
+           s.group * s.queries <= SCAN_ROWS && p.selection.selections == s.heads &&
+           ItemPlan(s, item_blocks(num_multiprocessors)).fits();
+  }
+  ItemCall(const SignScan &s, const TopP &p, int num_multiprocessors, char *scratch)
+      : plan(s, item_blocks(num_multiprocessors)), marks{}, cleared(scratch), bytes(0) {
+    int64_t items = plan.items;
+    auto take = [&](int64_t count, int64_t size) {
+      char *at = scratch + bytes;
+      bytes += round_up(count * size, 256);
+      return at;
+    };
+    plan.masses = (Mass *)take(items * SCAN_ROWS * SMALL_BINS, sizeof(Mass));
+    plan.counts = (uint32_t *)take(items * SCAN_ROWS * CODES, 4), plan.tops = (uint32_t *)take(items * SCAN_ROWS, 4);
+    plan.large = (uint32_t *)take(items, 4), plan.arrived = (uint32_t *)take(items, 4);
+    plan.ready = (uint32_t *)take(items * plan.segments, 4), cleared_bytes = bytes;
+    plan.large_masses = (Mass *)take(items * SCAN_ROWS * NUM_BINS, sizeof(Mass));
+    cuts = (RowCut *)take(p.batch * p.query_heads * p.queries, sizeof(RowCut));
+    marks.words = (int)ceil_div(p.columns, 32), marks.kept = (uint32_t *)take(items * marks.words, 4);
+  }
+  void launch(const SignScan &s, const TopP &p, int num_multiprocessors, cudaStream_t stream) const {
+    int64_t units = cleared_bytes / (int64_t)sizeof(uint4), blocks = ceil_div(units, ITEM_THREADS);
+    launch_behind(clear_items, dim3((unsigned)(blocks < num_multiprocessors ? blocks : num_multiprocessors)),
+                  ITEM_THREADS, 0, stream, (uint4 *)cleared, (int)units);
+    launch_behind(scan_select, dim3((unsigned)(plan.items * plan.segments)), ITEM_THREADS,
+                  ItemMemory::bytes_of(plan.segment_parts), stream, s, p, plan, cuts, marks);
+    if (p.selection.capacity < p.columns)
+      launch_behind(cap, dim3((unsigned)plan.items), CAP_THREADS, 0, stream, p, cuts, marks);
+  }
+};
+
 }  // namespace
 
 int64_t top_p_scratch_bytes(const TopP &p, int num_multiprocessors) {
@@ -83,11 +132,14 @@ void launch_top_p_select(const TopP &p, int num_multiprocessors, void *scratch, 
 }
 
 int64_t sign_top_p_scratch_bytes(const SignScan &s, const TopP &p, int num_multiprocessors) {
+  if (ItemCall::takes(s, p, num_multiprocessors)) return ItemCall(s, p, num_multiprocessors, nullptr).bytes;
   return SelectPlan(p, num_multiprocessors, nullptr, scan_segments(s, p, num_multiprocessors)).bytes;
 }
 
 void launch_sign_top_p_select(const SignScan &s, const TopP &p, int num_multiprocessors, void *scratch,
                               cudaStream_t stream) {
+  if (ItemCall::takes(s, p, num_multiprocessors))
+    return ItemCall(s, p, num_multiprocessors, (char *)scratch).launch(s, p, num_multiprocessors, stream);
   int segments = scan_segments(s, p, num_multiprocessors);
   if (!segments) {
     launch_sign_scores(s, num_multiprocessors, stream);

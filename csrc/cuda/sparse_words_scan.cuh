@@ -1,5 +1,5 @@
-// sign_scores of four words a token, 97 to 128 dims, which may be copied as 16 bytes: a warp scores 128 tokens of one
-// kv head for four rows (a query head and token each) at a time.
+// sign_scores of four words a token, an even number of dims from 98 to 128, which may be copied as 16 bytes: a warp
+// scores 128 tokens of one kv head for four rows (a query head and token each) at a time.
 //
 // Tensor cores count bits: rows of A are the signs of 16 tokens; the eight columns of B are two planes of four rows.
 // Two products give all four planes, a third, of ones, the number of negative signs. Of 64 tokens lane 4 g + c has
@@ -64,6 +64,10 @@ struct ChunkSource {
   }
 };
 
+// A number x from 0 to 2^23, added to INTEGER, is the bits of the float ZERO + x: no conversion.
+constexpr int INTEGER = 0x4B000000;
+constexpr float ZERO = 8388608;
+
 // Four rows: columns 2 r and 2 r + 1 of B are two planes of row r. A lane has word c of column g, and the terms of row
 // c.
 template <class Out>
@@ -77,49 +81,65 @@ struct ScanQueries {
     const QueryCode &code = s.code;
     planes[0] = planes[1] = 0;
     if (row < rows) {
-      int head = row / (int)s.queries, m = row - head * (int)s.queries;
+      int head = s.queries == 1 ? row : row / (int)s.queries, m = row - head * (int)s.queries;
       const uint32_t *from = code.planes + at.b * code.plane_stride[0] +
                              (at.h * s.group + head) * code.plane_stride[1] + m * code.plane_stride[2] +
                              (g & 1) * code.plane_stride[3] + c;
-      planes[0] = *(from), planes[1] = *(from + 2 * code.plane_stride[3]);
+      planes[0] = fresh(from), planes[1] = fresh(from + 2 * code.plane_stride[3]);
     }
     row = at.first_row + c, out = nullptr;
     bool used = row < rows;
-    int own = used ? row / (int)s.queries : 0, m = used ? row - own * (int)s.queries : 0;
+    int own = !used ? 0 : s.queries == 1 ? row : row / (int)s.queries, m = used ? row - own * (int)s.queries : 0;
     int64_t head = at.h * s.group + own;
     const float *terms = code.terms + at.b * code.term_stride[0] + head * code.term_stride[1] + m * code.term_stride[2];
-    delta = *(terms), low = *(terms + 1), total = *(terms + 2), base = *(terms + 3);
+    delta = fresh(terms), low = fresh(terms + 1), total = fresh(terms + 2), base = fresh(terms + 3);
     if (used)
       out =
           (Out *)s.out.data + at.b * s.out.stride[0] + head * s.out.stride[1] + m * s.out.stride[2] + at.first + 8 * g;
   }
 };
 
-// Scores of 64 tokens at `signs` in shared memory, to scores.put(i, of token 2 i, of token 2 i + 1 of this lane).
-template <class Scores, class Queries>
+// Factors and scaled biases of a lane's eight tokens, two at a time.
+struct HalfScaling {
+  uint32_t factor[4], bias[4];
+  float scale;
+  __device__ __forceinline__ HalfScaling(const uint4 &f, const uint4 &b, float scale)
+      : factor{f.x, f.y, f.z, f.w}, bias{b.x, b.y, b.z, b.w}, scale(scale) {}
+  __device__ __forceinline__ float2 factors(int i) const { return floats_of_pair<__half>(factor[i]); }
+  __device__ __forceinline__ float2 biases(int i) const {
+    float2 x = floats_of_pair<__half>(bias[i]);
+    return make_float2(__fmul_rn(scale, x.x), __fmul_rn(scale, x.y));
+  }
+};
+
+// Where a lane begins to load signs of 64 tokens.
+__device__ __forceinline__ int first_slot(int lane) { return slot_of(8 * (lane & 7) + (lane >> 3)); }
+
+// Scores of 64 tokens at `signs` in shared memory, `slot` the lane's first one, to scores.put(i, of token 2 i, of token
+// 2 i + 1 of this lane).
+template <class Scores, class Queries, class Scaling>
 __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, const SignScan &s, const uint4 *signs,
-                                           const uint4 &factors, const uint4 &biases, int lane) {
-  const uint32_t factor[4] = {factors.x, factors.y, factors.z, factors.w},
-                 bias[4] = {biases.x, biases.y, biases.z, biases.w};
-  const int zeros[4] = {};
+                                           int slot, const Scaling &scaling) {
+  const int none[4] = {}, bits[4] = {INTEGER, INTEGER, INTEGER, INTEGER};
+  const float dim = (float)s.dim + 2 * ZERO;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     uint32_t words[4];
-    load_straight(words, signs + slot_of(8 * (lane & 7) + 2 * i + (lane >> 3)));
+    load_straight(words, signs + (slot ^ 2 * i));  // tokens 2 i and more of each eight
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       int low[4], high[4], ones[4];
-      mma_bits(low, words[2 * j], words[2 * j + 1], q.planes[0], zeros);
-      mma_bits(high, words[2 * j], words[2 * j + 1], q.planes[1], zeros);
-      mma_bits(ones, words[2 * j], words[2 * j + 1], ~0u, zeros);
-      float2 by = floats_of_pair<__half>(factor[i + j]), add = floats_of_pair<__half>(bias[i + j]);
+      mma_bits(low, words[2 * j], words[2 * j + 1], q.planes[0], none);
+      mma_bits(high, words[2 * j], words[2 * j + 1], q.planes[1], none);
+      mma_bits(ones, words[2 * j], words[2 * j + 1], ~0u, bits);
+      float2 by = scaling.factors(i + j), add = scaling.biases(i + j);
       float y[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float ip = (float)(low[2 * r] + 2 * low[2 * r + 1] + 4 * (high[2 * r] + 2 * high[2 * r + 1]));
-        float of_low = __fmul_rn(q.low, fmaf(-2, (float)ones[2 * r], (float)s.dim));
+        float of_low = __fmul_rn(q.low, fmaf(-2, __int_as_float(ones[2 * r]), dim));
         float x = __fadd_rn(of_low, __fmul_rn(q.delta, fmaf(-2, ip, q.total)));
-        x = __fadd_rn(__fmul_rn(x, r ? by.y : by.x), __fmul_rn(s.scale, r ? add.y : add.x));
+        x = __fadd_rn(__fmul_rn(x, r ? by.y : by.x), r ? add.y : add.x);
         y[r] = __fadd_rn(x, q.base);
       }
       scores.put(i + j, y[0], y[1]);
@@ -128,7 +148,7 @@ __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, con
 }
 
 inline bool in_words(const SignScan &s) {
-  bool good = s.dim > 96 && s.dim <= 128 && (uintptr_t)s.index.sign % 16 == 0;
+  bool good = s.dim > 96 && s.dim <= 128 && s.dim % 2 == 0 && (uintptr_t)s.index.sign % 16 == 0;
   for (int64_t stride : s.index.sign_stride) good = good && stride % 4 == 0;
   return good;
 }
@@ -161,8 +181,8 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, SCAN_CTAS)
     for (int part = 0; part < CHUNK; part += PART) {
       int count = (int)s.tokens - at.first - part - 8 * g;
       KeptScores<Out> scores;
-      score_part(scores, queries, s, staged + part, staged[FACTORS + part / 8 + g], staged[BIASES + part / 8 + g],
-                 lane);
+      score_part(scores, queries, s, staged + part, first_slot(lane),
+                 HalfScaling(staged[FACTORS + part / 8 + g], staged[BIASES + part / 8 + g], s.scale));
       if (queries.out && count > 0) scores.store(queries.out + part, count);
     }
     __syncwarp();  // before the copies of the chunk after the next

@@ -22,12 +22,23 @@ struct Coroutine : Thread {
   bool blocked = false, done = false;
 };
 
-std::vector<Coroutine> coroutines;
-std::vector<Thread *> at_barrier;
-const char *barrier_name;
+// A block that has begun and not ended.
+struct Live {
+  Block block;
+  std::vector<Coroutine> coroutines;
+  std::vector<Warp> warps;
+  std::vector<Thread *> at_barrier;
+  const char *barrier_name;
+  int64_t num_alive;
+  std::unique_ptr<char[]> memory;
+};
+
+Live *live;  // that runs now
+std::vector<std::unique_ptr<char[]>> free_stacks;
 ucontext_t scheduler;
 const std::function<void()> *kernel_now;
-int64_t num_alive, shared_size;
+int64_t shared_size;
+bool waits_for_others;  // the thread that ran last
 uint32_t random_state = 1;
 
 void leave() { swapcontext(&((Coroutine *)thread)->context, &scheduler); }
@@ -42,14 +53,17 @@ void body() {
   finish_copies(thread);
   Coroutine *self = (Coroutine *)thread;
   self->done = true;
-  num_alive--;
+  live->num_alive--;
   self->warp->num_alive--;
   if (self->warp->num_waiting) fail("a lane returned while others of its warp wait for it");
-  if (!at_barrier.empty()) fail("a thread returned while others of its block wait for it");
+  if (!live->at_barrier.empty()) fail("a thread returned while others of its block wait for it");
   leave();
 }
 
 void start(Coroutine &c) {
+  if (free_stacks.empty()) free_stacks.emplace_back(new char[STACK_BYTES]);
+  c.stack = std::move(free_stacks.back());
+  free_stacks.pop_back();
   getcontext(&c.context);
   c.context.uc_stack.ss_sp = c.stack.get();
   c.context.uc_stack.ss_size = STACK_BYTES;
@@ -57,24 +71,58 @@ void start(Coroutine &c) {
   makecontext(&c.context, body, 0);
 }
 
-void run_block() {
-  std::vector<int> order(coroutines.size());
-  for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
-  while (num_alive) {
+std::unique_ptr<Live> begin_block(dim3 index, dim3 grid, dim3 threads) {
+  std::unique_ptr<Live> begun(new Live{});
+  begun->memory.reset(new char[shared_size + 2 * FENCE_BYTES + 1024]);
+  char *whole = (char *)(((uintptr_t)begun->memory.get() + 1023) / 1024 * 1024);
+  memset(whole, SENTINEL, shared_size + 2 * FENCE_BYTES);
+  memset(whole + FENCE_BYTES, POISON, shared_size);
+  begun->block = {index, grid, threads, whole + FENCE_BYTES};
+  size_t count = (size_t)threads.x * threads.y * threads.z;
+  begun->num_alive = (int64_t)count;
+  begun->coroutines.resize(count), begun->warps.resize((count + WARP - 1) / WARP);
+  for (size_t i = 0; i < count; i++) {
+    Coroutine &c = begun->coroutines[i];
+    c.index = dim3(i % threads.x, i / threads.x % threads.y, i / threads.x / threads.y);
+    c.lane = i % WARP, c.warp = &begun->warps[i / WARP];
+    c.warp->num_alive++;
+    start(c);
+  }
+  return begun;
+}
+
+void end_block(Live &ended) {
+  const char *fence = ended.block.shared - FENCE_BYTES;
+  for (int64_t i = 0; i < FENCE_BYTES; i++)
+    if ((unsigned char)fence[i] != SENTINEL || (unsigned char)ended.block.shared[shared_size + i] != SENTINEL)
+      fail("written outside dynamic shared memory");
+  for (Coroutine &c : ended.coroutines) free_stacks.push_back(std::move(c.stack));
+}
+
+// Runs the threads of a block until they end or all that are not blocked wait for other blocks. Returns whether any of
+// them has gone on.
+bool run_block(Live &of) {
+  live = &of, block = of.block;
+  std::vector<Coroutine> &coroutines = of.coroutines;
+  size_t count = coroutines.size();
+  for (bool gone_on = false;; gone_on = true) {
     // Warps in random order, and within a warp lanes in random rotation.
-    int warps = (int)(order.size() + WARP - 1) / WARP, first = random_bits() % warps, turn = random_bits() % WARP;
-    bool progress = false;
+    int warps = (int)(count + WARP - 1) / WARP, first = random_bits() % warps, turn = random_bits() % WARP;
+    bool some = false, progress = false;
     for (int w = 0; w < warps; w++)
       for (int l = 0; l < WARP; l++) {
         size_t i = (size_t)((w + first) % warps) * WARP + (l + turn) % WARP;
-        if (i >= order.size()) continue;
+        if (i >= count) continue;
         Coroutine &c = coroutines[i];
         if (c.done || c.blocked) continue;
-        progress = true;
+        some = true, waits_for_others = false;
         thread = &c;
         swapcontext(&scheduler, &c.context);
+        progress = progress || !waits_for_others;
       }
-    if (!progress) fail("deadlock: threads wait in different places");
+    if (!of.num_alive) return true;
+    if (!some) fail("deadlock: threads wait in different places");
+    if (!progress) return gone_on;
   }
 }
 
@@ -115,17 +163,22 @@ void release_warp() {
 
 void meet_block(const char *instruction, void *operand,
                 const std::function<void(const std::vector<Thread *> &)> &compute) {
-  if (at_barrier.empty()) barrier_name = instruction;
-  if (strcmp(barrier_name, instruction)) fail("threads of a block meet in different barriers");
+  if (live->at_barrier.empty()) live->barrier_name = instruction;
+  if (strcmp(live->barrier_name, instruction)) fail("threads of a block meet in different barriers");
   thread->operand = operand;
-  at_barrier.push_back(thread);
-  if ((int64_t)at_barrier.size() == num_alive) {
-    compute(at_barrier);
-    for (Thread *t : at_barrier) ((Coroutine *)t)->blocked = false;
-    at_barrier.clear();
+  live->at_barrier.push_back(thread);
+  if ((int64_t)live->at_barrier.size() == live->num_alive) {
+    compute(live->at_barrier);
+    for (Thread *t : live->at_barrier) ((Coroutine *)t)->blocked = false;
+    live->at_barrier.clear();
     return;
   }
   ((Coroutine *)thread)->blocked = true;
+  leave();
+}
+
+void let_others_run() {
+  waits_for_others = true;
   leave();
 }
 
@@ -133,36 +186,22 @@ bool in_shared(const void *address) {
   return (const char *)address >= block.shared && (const char *)address < block.shared + shared_size;
 }
 
+// One block after another; those that wait for others go on when these have begun.
 void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function<void()> &kernel) {
-  size_t count = (size_t)threads.x * threads.y * threads.z;
-  std::vector<Warp> warps((count + WARP - 1) / WARP);
-  coroutines.resize(count);
-  for (Coroutine &c : coroutines)
-    if (!c.stack) c.stack.reset(new char[STACK_BYTES]);
-  std::unique_ptr<char[]> memory(new char[shared_bytes + 2 * FENCE_BYTES + 1024]);
-  char *whole = (char *)(((uintptr_t)memory.get() + 1023) / 1024 * 1024);
-  kernel_now = &kernel;
-  block.grid = grid, block.threads = threads, block.shared = whole + FENCE_BYTES, shared_size = shared_bytes;
+  kernel_now = &kernel, shared_size = shared_bytes;
+  std::vector<std::unique_ptr<Live>> begun;
   for (unsigned z = 0; z < grid.z; z++)
     for (unsigned y = 0; y < grid.y; y++)
       for (unsigned x = 0; x < grid.x; x++) {
-        block.index = dim3(x, y, z);
-        memset(whole, SENTINEL, shared_bytes + 2 * FENCE_BYTES);
-        memset(block.shared, POISON, shared_bytes);
-        num_alive = (int64_t)count;
-        for (Warp &w : warps) w = Warp{};
-        for (size_t i = 0; i < count; i++) {
-          Coroutine &c = coroutines[i];
-          c.index = dim3(i % threads.x, i / threads.x % threads.y, i / threads.x / threads.y);
-          c.lane = i % WARP, c.warp = &warps[i / WARP], c.blocked = c.done = false;
-          c.warp->num_alive++;
-          start(c);
+        begun.push_back(begin_block(dim3(x, y, z), grid, threads));
+        for (bool progress = true; progress;) {
+          progress = false;
+          for (auto &each : begun) progress = run_block(*each) || progress;
+          for (size_t i = begun.size(); i--;)
+            if (!begun[i]->num_alive) end_block(*begun[i]), begun.erase(begun.begin() + (int64_t)i);
         }
-        run_block();
-        for (int64_t i = 0; i < FENCE_BYTES; i++)
-          if ((unsigned char)whole[i] != SENTINEL || (unsigned char)block.shared[shared_bytes + i] != SENTINEL)
-            fail("written outside dynamic shared memory");
       }
+  if (!begun.empty()) fail("deadlock: blocks wait for others that do not come");
 }
 
 }  // namespace emulated
@@ -176,6 +215,7 @@ cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount               ? 132
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
+           : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 * 1024
                                                                      : 0;
   return cudaSuccess;
 }

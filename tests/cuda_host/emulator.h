@@ -66,6 +66,7 @@ void meet_warp(const char *instruction, void *operand, const Compute &compute) {
   release_warp();
 }
 void meet_block(const char *instruction, void *operand, const std::function<void(const std::vector<Thread *> &)> &compute);
+void let_others_run();  // waits for what another block does
 void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function<void()> &kernel);
 bool in_shared(const void *address);
 
@@ -203,6 +204,17 @@ T atomicOr(T *to, T value) {
   return before;
 }
 
+template <class T>
+T atomicMax(T *to, T value) {
+  T before = *to;
+  *to = value > before ? value : before;
+  return before;
+}
+
+template <class T>
+T __ldcg(const T *from) {
+  return *from;
+}
 template <class T>
 T __ldg(const T *from) {
   return *from;

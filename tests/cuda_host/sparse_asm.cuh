@@ -7,6 +7,25 @@
 namespace kvq {
 namespace cuda {
 
+template <class T>
+T fresh(const T *x) {
+  return *x;
+}
+
+inline void meet_blocks(uint32_t *arrived, uint32_t all) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicAdd(arrived, 1u);
+    while (*arrived < all) emulated::let_others_run();
+  }
+  __syncthreads();
+}
+
+inline uint32_t awaited(const uint32_t *x) {
+  while (!*x) emulated::let_others_run();
+  return *x;
+}
+
 inline void mma_bits(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, const int (&c)[4]) {
   struct Operand {
     uint32_t a[2], b;

@@ -80,7 +80,8 @@ SPARSE_SCHEMAS = (
 
 # Several operators one after another, for devices that do it faster in one; elsewhere those operators are called (fused.py).
 FUSED_SCHEMAS = (
-    # sign_scores to scores [B, Hq, M, N], then top_p_select of these without a mask.
+    # sign_scores, then top_p_select of these without a mask. scores [B, Hq, M, N]: room for the scores, which are of its dtype;
+    # what it holds afterwards is not defined, as scores may never leave the kernel.
     "sign_top_p_select(Tensor planes, Tensor terms, Tensor sign, Tensor factor, Tensor bias, int head_dim, float scale,"
     " int start, Tensor exact_lse, float top_p, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!) count) -> ()",
     # merge of outs [2, B, Hq, M, Dv] and lses [2, B, Hq, M]: outs[0] and lses[0] answer for other tokens, outs[1] and lses[1]

@@ -1,0 +1,227 @@
+// sign_top_p_select in one launch, first part: how the work is cut, and the scores of a segment.
+//
+// An item is a kv head of a sequence, with four rows at most. Its tokens are cut into segments, one a block of threads,
+// which keeps their scores in shared memory until it has written its part of the selection. Blocks of one item add up
+// what they know in memory and wait for each other. They are in the grid one after another, an item's are fewer than
+// half of what the device can hold at once, and they wait for none of a later item, so that those they wait for run.
+#pragma once
+
+#include "sparse_compact.cuh"
+#include "sparse_words_scan.cuh"
+
+namespace kvq {
+namespace cuda {
+
+// Parts of 64 tokens: as many a segment as fit into a third of a multiprocessor's shared memory.
+constexpr int ITEM_WARPS = 8, ITEM_THREADS = ITEM_WARPS * WARP, ITEM_CTAS = 3, MAX_PARTS = 86;
+// Bins of scores from -64 to 64, the ends excluded.
+constexpr int FIRST_SMALL = 0x2C00 >> BIN_SHIFT, SMALL_BINS = (0xD400 >> BIN_SHIFT) - FIRST_SMALL;
+constexpr int WARP_UNITS = 2 * PART + WARP, STAGED_BYTES = ITEM_WARPS * WARP_UNITS * 16,  // signs twice, floats
+    CELL_BYTES = SCAN_ROWS * SMALL_BINS * 4;
+
+static_assert(STAGED_BYTES >= SCAN_ROWS * NUM_BINS * 4, "masses of rows follow staged chunks");
+static_assert(MAX_PARTS * PART / 32 <= ITEM_THREADS, "a thread has one word of the selection");
+
+using Mass = unsigned long long;
+
+struct ItemPlan {
+  int parts, segment_parts, segments, items, slots;
+  Mass *masses;        // [items, SCAN_ROWS, SMALL_BINS], relative to the peaks of bins and times 1 / unit
+  Mass *large_masses;  // [items, SCAN_ROWS, NUM_BINS] of rows with larger scores, relative to no more than the largest
+  uint32_t *counts;    // [items, SCAN_ROWS, CODES]: scores of each code of the bin of the cut
+  uint32_t *tops;      // [items, SCAN_ROWS]: largest scores of such rows, as ordered bits
+  uint32_t *large;     // [items]: such rows, as bits
+  uint32_t *arrived;   // [items]: of meet_blocks
+  uint32_t *ready;     // [items, segments]: one more than the tokens that a segment selects, 0 until they are known
+
+  // `blocks` of threads fit on the device.
+  ItemPlan(const SignScan &s, int blocks) : slots(blocks) {
+    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads);
+    int64_t at_once = slots / items, wanted = ceil_div(parts, at_once > 0 ? at_once : 1);
+    segment_parts = (int)(wanted > ITEM_WARPS ? wanted : ITEM_WARPS);
+    if (segment_parts > MAX_PARTS) segment_parts = (int)ceil_div(parts, ceil_div(parts, MAX_PARTS));
+    segments = (int)ceil_div(parts, segment_parts);
+  }
+  bool fits() const { return 2 * segments <= slots && segments <= ITEM_THREADS && (int64_t)items * segments < 1 << 30; }
+  __device__ float unit() const { return (float)(1 << min(__clz(segment_parts * PART), 22)); }
+};
+
+// Which segment a block of threads has.
+struct ItemPlace {
+  int item, segment, first, parts;  // first token; parts of this segment
+  __device__ __forceinline__ explicit ItemPlace(const ItemPlan &plan) {
+    int block = opaque((int)blockIdx.x);  // so that nothing of this is kept in registers across the scan
+    item = block / plan.segments, segment = block - item * plan.segments;
+    int part = segment * plan.segment_parts;
+    first = part * PART, parts = min(plan.segment_parts, plan.parts - part);
+  }
+};
+
+struct ItemNotes {
+  RowCut cuts[SCAN_ROWS];
+  float least[SCAN_ROWS];  // scores from here on are kept
+  float exact[SCAN_ROWS];  // log-sum-exp
+  int sums[ITEM_WARPS], large[SCAN_ROWS];
+};
+
+constexpr int NOTE_BYTES = (sizeof(ItemNotes) + 15) / 16 * 16;
+
+// From row to row of scores, in halves; free of bank conflicts.
+__host__ __device__ constexpr int pitch_of(int parts) { return parts * PART + 16; }
+
+// What a block of threads has in shared memory.
+struct ItemMemory {
+  uint4 *staged;    // until all is scored
+  float *masses;    // [SCAN_ROWS, NUM_BINS] afterwards
+  uint32_t *cells;  // [SCAN_ROWS, SMALL_BINS] of masses, [SCAN_ROWS, CODES] of counts
+  ItemNotes *notes;
+  __half *scores;  // [SCAN_ROWS, pitch]
+  int pitch;
+
+  __device__ __forceinline__ ItemMemory(uint4 *memory, const ItemPlan &plan) {
+    staged = memory, masses = (float *)memory, cells = (uint32_t *)((char *)memory + STAGED_BYTES);
+    notes = (ItemNotes *)((char *)cells + CELL_BYTES);
+    scores = (__half *)((char *)notes + NOTE_BYTES), pitch = pitch_of(plan.segment_parts);
+  }
+  static constexpr int bytes_of(int parts) {
+    return STAGED_BYTES + CELL_BYTES + NOTE_BYTES + SCAN_ROWS * pitch_of(parts) * 2;
+  }
+};
+constexpr int MAX_ITEM_BYTES = ItemMemory::bytes_of(MAX_PARTS);
+static_assert(ITEM_CTAS * (MAX_ITEM_BYTES + 1024) <= 228 * 1024, "of an sm_90");
+
+// Which row of the problem row r of an item is.
+__device__ __forceinline__ RowPlace row_of_item(const TopP &p, int item, int r) {
+  int b = item / (int)p.selection.selections, k = item - b * (int)p.selection.selections;
+  int group = (int)p.query_heads / (int)p.selection.selections;
+  return RowPlace(b, k * group + r / (int)p.queries, r % (int)p.queries);
+}
+
+// Keeps eight scores of a row, of which `count` are tokens, and adds up their masses while all of the lane are small;
+// `most`: the largest magnitude.
+__device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count, __half *to, float units,
+                                            uint32_t *cells, __half2 &most) {
+  auto pair_at = [&](int i) { return *(const __half2 *)&scores.kept[i]; };
+  const __half2 small = __float2half2_rn(SMALL_SCORE);
+#pragma unroll
+  for (int i = 0; i < PIECE / 2; i++) {
+    __half2 pair = without_minus_zero(pair_at(i));
+    scores.kept[i] = *(uint32_t *)&pair;
+  }
+  if (count >= PIECE) {
+#pragma unroll
+    for (int i = 0; i < PIECE / 2; i++) most = __hmax2_nan(most, __habs2(pair_at(i)));
+    *(uint4 *)to = make_uint4(scores.kept[0], scores.kept[1], scores.kept[2], scores.kept[3]);
+    if (__hblt2(most, small)) add_small<true>(pair_at, PIECE, units, cells);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < PIECE / 2; i++) {
+    uint32_t there = 2 * i + 1 < count ? ~0u : 2 * i < count ? 0xffff : 0, pair = scores.kept[i] & there;
+    most = __hmax2_nan(most, __habs2(*(const __half2 *)&pair));
+    scores.kept[i] = pair | (~there & 0xfc00fc00u);  // -inf is never kept
+  }
+  *(uint4 *)to = make_uint4(scores.kept[0], scores.kept[1], scores.kept[2], scores.kept[3]);
+  if (__hblt2(most, small)) add_small<false>(pair_at, count, units, cells);
+}
+
+// What a lane brings of the parts of a head, one after another: signs of two tokens, which are copied, and factors or
+// biases of four, which it makes floats for all lanes. Signs of tokens follow each other.
+struct PartSource {
+  const uint32_t *signs;
+  const uint16_t *halves;
+  unsigned long long loaded;  // four halves
+  int slot;
+  bool plain;  // whole parts are copied and loaded with few instructions
+
+  __device__ __forceinline__ PartSource(const SignScan &s, const ScanPlace &at, int lane) : loaded(0) {
+    const SignIndex &x = s.index;
+    const uint16_t *factors = x.factor + at.b * x.factor_stride[0] + at.h * x.factor_stride[1],
+                   *biases = x.bias + at.b * x.bias_stride[0] + at.h * x.bias_stride[1];
+    int64_t first = s.start + at.first;
+    signs = x.sign + at.b * x.sign_stride[0] + at.h * x.sign_stride[1] + (first + lane) * 4;
+    halves = (lane < WARP / 2 || !x.bias ? factors : biases) + first + lane % (WARP / 2) * 4;
+    slot = opaque(slot_of(lane)), plain = (uintptr_t)halves % 8 == 0;
+  }
+  __device__ __forceinline__ void step() { signs += 4 * PART, halves += PART; }
+  __device__ __forceinline__ void bring_all(uint4 *to) {
+    copy_async<16>(to + slot, signs);
+    copy_async<16>(to + (slot ^ 4) + WARP, signs + 4 * WARP);
+    loaded = fresh((const unsigned long long *)halves);
+  }
+  // The first `count` of a part.
+  __device__ __forceinline__ void bring(uint4 *to, int count, int lane) {
+    if (count >= PART && plain) return bring_all(to);
+    if (lane < count) copy_async<16>(to + slot, signs);
+    if (lane + WARP < count) copy_async<16>(to + (slot ^ 4) + WARP, signs + 4 * WARP);
+    loaded = 0;
+#pragma unroll 1
+    for (int i = min(count - lane % (WARP / 2) * 4, 4) - 1; i >= 0; i--) loaded = loaded << 16 | fresh(halves + i);
+  }
+  __device__ __forceinline__ void store(float4 *to, const SignScan &s, int lane) const {
+    float by = lane < WARP / 2 ? 1 : s.scale;
+    float2 x = floats_of_pair<__half>((uint32_t)loaded), y = floats_of_pair<__half>((uint32_t)(loaded >> 32));
+    if (lane < WARP / 2 || s.index.bias)
+      to[lane] = make_float4(__fmul_rn(x.x, by), __fmul_rn(x.y, by), __fmul_rn(y.x, by), __fmul_rn(y.y, by));
+  }
+};
+
+// Factors, and behind them scaled biases, of a part.
+struct FloatScaling {
+  const float4 *at;  // of the lane's first token
+  __device__ __forceinline__ float2 two(const float4 *from, int i) const {
+    float4 x = from[i / 2];
+    return i % 2 ? make_float2(x.z, x.w) : make_float2(x.x, x.y);
+  }
+  __device__ __forceinline__ float2 factors(int i) const { return two(at, i); }
+  __device__ __forceinline__ float2 biases(int i) const { return two(at + WARP / 2, i); }
+};
+
+// Scores of a segment and the masses of their bins. Signs of tokens follow each other.
+__device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &plan, const ItemMemory &m) {
+  int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
+  ItemPlace block(plan);
+  int part = block.parts * warp / ITEM_WARPS, left = block.parts * (warp + 1) / ITEM_WARPS - part;
+  uint4 *staged = m.staged + warp * WARP_UNITS, *ahead = staged + PART;
+  float4 *floats = (float4 *)(staged + 2 * PART);
+  floats[lane] = make_float4(0, 0, 0, 0);
+  uint32_t *own = m.cells + c * SMALL_BINS - FIRST_SMALL;
+  ScanPlace at(block.item / (int)s.heads, block.item % (int)s.heads, block.first + part * PART);
+  PartSource source(s, at, lane);
+  __half *first_to = m.scores + c * m.pitch + 8 * g, *to = first_to + part * PART;
+  auto tokens_left = [&] { return (int)s.tokens - ItemPlace(plan).first - (int)(to - first_to); };  // rarely computed
+  if (left > 0) source.bring(staged, tokens_left(), lane);
+  close_copies();
+  ScanQueries<__half> queries(s, at, lane);
+  bool used = c < opaque((int)(s.group * s.queries));
+  float units = least_numbers(plan.unit());
+  const int slot = opaque(first_slot(lane)),
+            plain = source.plain ? 2 : INT32_MAX;  // with more parts left, the next is whole
+  __half2 most = __half2half2(__ushort_as_half(0));
+#pragma unroll 1
+  for (; left > 0; left--) {
+    source.store(floats, s, lane);
+    if (left > 1) {
+      source.step();
+      if (left > plain)
+        source.bring_all(ahead);
+      else
+        source.bring(ahead, tokens_left() - PART, lane);
+    }
+    close_copies();
+    wait_copy_groups<1>();
+    __syncwarp();
+    KeptScores<__half> scores;
+    score_part(scores, queries, s, staged, slot, FloatScaling{floats + 2 * g});
+    int there = left > 1 ? PIECE : tokens_left() - 8 * g;
+    if (used) keep_scores(scores, there, to, units, own, most);
+    to += PART;
+    uint4 *free = staged;
+    staged = ahead, ahead = free;
+    __syncwarp();  // before the copies of the part after the next
+  }
+  if (!__hblt2(most, __float2half2_rn(SMALL_SCORE))) m.notes->large[c] = 1;
+}
+
+}  // namespace cuda
+}  // namespace kvq
