@@ -2,8 +2,9 @@
 //
 // An item is a kv head of a sequence, with four rows at most. Its tokens are cut into segments, one a block of threads,
 // which keeps their scores in shared memory until it has written its part of the selection. Blocks of one item add up
-// what they know in memory and wait for each other. They are in the grid one after another, an item's are fewer than
-// half of what the device can hold at once, and they wait for none of a later item, so that those they wait for run.
+// what they know in memory and wait for each other. They are in the grid one after another, an item's are no more than
+// a quarter of what the device can hold at once, and they wait for none of a later item, so that those they wait for
+// run, also while up to three other streams run this kernel.
 #pragma once
 
 #include "sparse_compact.cuh"
@@ -24,6 +25,8 @@ static_assert(MAX_PARTS * PART / 32 <= ITEM_THREADS, "a thread has one word of t
 
 using Mass = unsigned long long;
 
+constexpr int AT_ONCE = 4;  // streams that may run this kernel at the same time
+
 struct ItemPlan {
   int parts, segment_parts, segments, items, slots;
   Mass *masses;        // [items, SCAN_ROWS, SMALL_BINS], relative to the peaks of bins and times 1 / unit
@@ -37,12 +40,15 @@ struct ItemPlan {
   // `blocks` of threads fit on the device.
   ItemPlan(const SignScan &s, int blocks) : slots(blocks) {
     parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads);
-    int64_t at_once = slots / items, wanted = ceil_div(parts, at_once > 0 ? at_once : 1);
+    int64_t most = slots / AT_ONCE, at_once = slots / items < most ? slots / items : most;
+    int64_t wanted = ceil_div(parts, at_once > 0 ? at_once : 1);
     segment_parts = (int)(wanted > ITEM_WARPS ? wanted : ITEM_WARPS);
     if (segment_parts > MAX_PARTS) segment_parts = (int)ceil_div(parts, ceil_div(parts, MAX_PARTS));
     segments = (int)ceil_div(parts, segment_parts);
   }
-  bool fits() const { return 2 * segments <= slots && segments <= ITEM_THREADS && (int64_t)items * segments < 1 << 30; }
+  bool fits() const {
+    return AT_ONCE * segments <= slots && segments <= ITEM_THREADS && (int64_t)items * segments < 1 << 30;
+  }
   __device__ float unit() const { return (float)(1 << min(__clz(segment_parts * PART), 22)); }
 };
 
