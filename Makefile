@@ -1,11 +1,12 @@
-# make demo | test | test-gpu | sanitize-gpu | lint | install | clean.  All is installed in .venv; a step runs again only when what it
-# depends on has changed.  Variables may be given: make test TORCH=torch==2.11.0 PYTHON=python3.12 JOBS=8
+# make demo | test | test-gpu | sanitize-gpu | bench-gpu | lint | install | clean.  All is installed in .venv; a step runs again only
+# when what it depends on has changed.  Variables may be given: make test TORCH=torch==2.11.0 PYTHON=python3.12 JOBS=8
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS ?= 5.17.0
 JOBS ?= 2
 PYTEST_ARGS ?=
+CARD ?= gpu
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,6 +30,19 @@ test-gpu: $(DONE)/project $(DONE)/model
 
 sanitize-gpu: $(DONE)/project
 	$(RUN) tests/sanitize_gpu.sh $(BIN)/python
+
+# Results of a CUDA device, as benchmarks/results/NAME_CARD.json, then all tables and pictures: make bench-gpu CARD=h200
+result = --device cuda --json benchmarks/results/$(1)_$(CARD).json
+LLAMA := --shape llama-3.1-8b --batch 8 --fill --caches isoquant,dynamic
+bench-gpu: $(DONE)/project
+	$(PIP) install --no-build-isolation --editable ".[bench]"
+	$(BIN)/python benchmarks/attend.py --exact 132 --prefill 32768 --rounds 15 $(call result,attend)
+	$(BIN)/python benchmarks/attend_sparse.py --rounds 9 $(call result,attend_sparse)
+	$(BIN)/python benchmarks/generate.py $(LLAMA) --contexts 4096,32768 --rounds 3 --new-tokens 16 $(call result,generate)
+	$(BIN)/python benchmarks/generate.py $(LLAMA) --layers 8 --contexts 131072 --rounds 3 --new-tokens 16 $(call result,generate_128k)
+	$(BIN)/python benchmarks/largest_context.py $(call result,largest_context)
+	$(BIN)/python benchmarks/sparse_generate.py --layers 8 --rounds 4 --new-tokens 24 $(call result,sparse_generate)
+	$(BIN)/python benchmarks/chart.py
 
 lint: $(DONE)/project
 	$(BIN)/ruff check .
@@ -67,4 +81,4 @@ $(OLDEST): | $(DONE)/packages
 	rm -rf $@.part && $(PIP) install --target $@.part transformers==$(OLDEST_TRANSFORMERS)
 	mv $@.part $@
 
-.PHONY: demo test test-gpu sanitize-gpu lint install clean
+.PHONY: demo test test-gpu sanitize-gpu bench-gpu lint install clean
