@@ -148,6 +148,18 @@ def test_attending_to_three_bits_in_integers(case, kernels):
     check_packed(kernels, arguments)
 
 
+@pytest.mark.parametrize("case", PACKED_CASES[:-1], ids=lambda case: case.name)
+def test_integers_answer_for_three_bits(case, kernels):
+    """They round otherwise than the kernel of anything, to which queries are left that are not aligned."""
+    (q, *rest), _, _ = selected_problem(case)
+    shifted, lses = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q), []
+    for query in (q, shifted):
+        lses.append(torch.empty(q.shape[:3]))
+        kernels.attend_selected(query, *rest, torch.empty_like(q), lses[-1])
+    assert not torch.equal(*lses)
+    check_packed(kernels, [shifted, *rest])
+
+
 COUNTS = {
     "edges": [0, 1, 31, 32, 33, 63, 64, 65],
     "uneven": [1400, 0, 1, 0, 0, 700, 3, 0],

@@ -235,7 +235,7 @@ def sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, out) 
 def _require_selection(
     indices: torch.Tensor, count: torch.Tensor, batch: int, query_heads: int, device: torch.device, heads: int = 0
 ) -> None:
-    """``indices [B, K, S]`` and ``count [B, K]`` int32: every query head has one of ``K``, and so has every one of ``heads``."""
+    """``indices [B, K, S]`` and ``count [B, K]`` int32, where every query head has one of ``K``, and every one of ``heads``."""
     require(indices.dim() == 3, "indices", "have 3 dims", indices)
     selections = indices.shape[1]
     require_typed("indices", indices, torch.int32, (batch, *indices.shape[1:]), device)
