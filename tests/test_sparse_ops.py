@@ -1,5 +1,6 @@
 """The operators of sparse attention against what they are defined to be, computed another way."""
 
+import functools
 import math
 
 import pytest
@@ -23,6 +24,9 @@ def isa(request, monkeypatch):
     if request.param == native.REFERENCE:
         for name in SPARSE_NAMES:
             monkeypatch.setattr(ops, name, getattr(sparse_reference, name))
+        monkeypatch.setattr(ops, "merge", reference.merge)
+        for name in FUSED_NAMES:
+            monkeypatch.setattr(ops, name, functools.partial(getattr(ops.fused, name), parts=ops))
         yield request.param
     else:
         before = native.set_cpu_isa(request.param)
