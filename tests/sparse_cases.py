@@ -141,3 +141,23 @@ def selected_problem(case: SparseCase):
         junk = torch.full((*shape[:2], 5, 1), torch.nan, dtype=case.dtype)
         stores = [[torch.cat([x, junk.expand(*shape[:2], 5, x.shape[-1])], 2)] for x in (keys, values)]
     return (q, *stores, *selection_of(case), mask, case.dim**-0.5, case.softcap), keys, values
+
+
+def calls():
+    """Every operator of sparse attention by name, with arguments."""
+    case = SparseCase("opcheck", tokens=33, queries=2, mask="bool", centred=True, packed=True)
+    index = index_of(case)
+    planes, terms, _ = coded(index, 0.125)
+    (q, keys, values, indices, count, mask, scale, softcap), dense, _ = selected_problem(case)
+    scores, lse, out = torch.randn(1, 6, 2, 33), torch.zeros(1, 6, 2), torch.empty(q.shape)
+    yield "quantise_query", (index.q, *index.transform, 0.125, planes.clone(), terms.clone())
+    yield "index_keys", (index.keys, *index.transform, 0, index.sign.clone(), index.factor.clone(), index.bias.clone())
+    yield "sign_scores", (planes, terms, index.sign, index.factor, index.bias, 64, 0.125, 0, scores.clone())
+    yield "top_p_select", (scores, lse, mask, None, 0.9, indices.clone(), count.clone())
+    coding = planes, terms, index.sign, index.factor, index.bias, 64, 0.125, 0
+    yield "sign_top_p_select", (*coding, lse, 0.9, scores.clone(), indices.clone(), count.clone())
+    yield "qk_selected", (q, keys, indices, count, scale, torch.empty(1, 6, 2, indices.shape[-1]))
+    yield "attend_selected", (q, keys, values, indices, count, mask, scale, softcap, out, lse.clone())
+    outs, lses = torch.zeros(2, *q.shape), torch.zeros(2, *q.shape[:3])
+    yield "merge_selected", (q, keys, values, indices, count, mask, scale, softcap, outs, lses, out.clone(), lse.clone())
+    yield "gather_selected", (dense, indices, count, torch.zeros(*indices.shape, 64))

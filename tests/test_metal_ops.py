@@ -230,6 +230,7 @@ def test_merge(dtype):
     lses[0, 0], lses[:, 1, 1] = -torch.inf, -torch.inf
     expected, expected_lse = torch.empty(2, 4, 5, 80), torch.empty(2, 4, 5)
     reference.merge(outs, lses, expected, expected_lse)
+    outs[0, 0], outs[:, 1, 1] = torch.nan, torch.nan  # without a share
     out, lse = run("merge", (outs, lses), (expected.shape, dtype), (expected_lse.shape, FLOAT))
     check_close(out, expected, dtype)
     assert torch.allclose(lse, expected_lse, rtol=1e-6, atol=1e-6)

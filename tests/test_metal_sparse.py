@@ -178,8 +178,10 @@ def test_a_call_without_a_shader_is_answered_by_the_reference_and_counted(monkey
 NAMES_OF = {
     "top_p_select": "scores exact_lse mask candidates top_p indices count".split(),
     "attend_selected": "q keys values indices count mask scale softcap out lse".split(),
+    "gather_selected": "x indices count out".split(),
     "sign_scores": "planes terms sign factor bias head_dim scale start out".split(),
 }
+OF_HEADS = "indices must have a selection for each of 2 key heads or each of 6 query heads"
 BAD = [
     ("top_p_select", "scores must be float32 or float16", "scores", lambda x: x.double()),
     ("top_p_select", "exact_lse must have the shape [1, 6, 2]", "exact_lse", lambda x: x[:, :5]),
@@ -187,9 +189,11 @@ BAD = [
     ("top_p_select", "indices must have a number of selections that divides 6 heads", "indices", lambda x: x.repeat(1, 2, 1)),
     ("top_p_select", "mask must have 33 columns", "mask", lambda x: x[..., :30]),
     ("attend_selected", "keys must be one tensor of 4 dims or nine of a store", "keys", lambda x: []),
+    ("attend_selected", OF_HEADS, "indices", lambda x: x[:, :1]),
     ("attend_selected", "count must have the shape [1, 2]", "count", lambda x: x[:, :1]),
     ("attend_selected", "values.levels must have the shape [4]", "values", lambda x: [*x[:3], x[3][:3], *x[4:]]),
     ("attend_selected", "lse must be float32", "lse", lambda x: x.double()),
+    ("gather_selected", "indices must have a multiple of 0 selections", "x", lambda x: x[:, :0]),
     ("sign_scores", "factor must have a capacity of at least 73", "start", lambda x: 40),
     ("sign_scores", "planes must have the shape [1, 6, 2, 4, 3]", "head_dim", lambda x: 96),
     ("sign_scores", "sign must have 2 words", "sign", lambda x: x[..., :1]),

@@ -214,11 +214,13 @@ def test_merge(dtype, isa):
     lses[0, 0], lses[:, 1, 1] = -torch.inf, -torch.inf
     expected, expected_lse = torch.empty(2, 4, 5, 80), torch.empty(2, 4, 5)
     reference.merge(outs, lses, expected, expected_lse)
-    (out, whole), (lse, whole_lse) = fenced(expected.shape), fenced(expected_lse.shape)
-    ops.merge(outs, lses, out, lse)
-    check_fences(whole, whole_lse)
-    assert relative_error(out, expected) <= TOLERANCE
-    assert torch.allclose(lse, expected_lse, rtol=1e-6, atol=1e-6)
+    outs[0, 0], outs[:, 1, 1] = torch.nan, torch.nan  # without a share
+    for merge in (ops.merge, reference.merge):
+        (out, whole), (lse, whole_lse) = fenced(expected.shape), fenced(expected_lse.shape)
+        merge(outs, lses, out, lse)
+        check_fences(whole, whole_lse)
+        assert relative_error(out, expected) <= TOLERANCE
+        assert torch.allclose(lse, expected_lse, rtol=1e-6, atol=1e-6)
 
 
 @needs_kernels

@@ -7,8 +7,8 @@
 //
 // The count of instructions decides: 128 coordinates may take 140 of a warp if memory is to take half of the time. So
 // bits are made as 0.0 and 1.0 by multiply-adds that saturate, and tensor cores gather them into words and add up the
-// products that the scale needs; what it needs of the levels alone is counted in the words. There is a shuffle only where
-// a sum of a token ends.
+// products that the scale needs; what it needs of the levels alone is counted in the words. There is a shuffle only
+// where a sum of a token ends.
 #pragma once
 
 #include "encode_head.cuh"

@@ -176,12 +176,7 @@ __global__ void __launch_bounds__(COMPACT_THREADS, 8)
   }
   int until = running_sum<COMPACT_THREADS>(__popc(word), shared), before = 0;
   if (t == COMPACT_THREADS - 1) atomicAdd(&ready[blockIdx.x], (uint32_t)until + 1);
-  for (int i = t; i < (int)blockIdx.x; i += COMPACT_THREADS) {
-    uint32_t there;
-    while (!(there = *(volatile uint32_t *)&ready[i])) {
-    }
-    before += (int)there - 1;
-  }
+  for (int i = t; i < (int)blockIdx.x; i += COMPACT_THREADS) before += (int)awaited(&ready[i]) - 1;
   until += block_sum<COMPACT_THREADS>(before, shared);
   write_columns(p, head, word, w, until - __popc(word));
   if (blockIdx.x == gridDim.x - 1 && t == COMPACT_THREADS - 1) count_of(p, head) = until;

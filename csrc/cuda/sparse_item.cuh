@@ -53,9 +53,9 @@ struct ItemPlan {
 };
 
 // Which segment a block of threads has.
-struct ItemPlace {
+struct SegmentPlace {
   int item, segment, first, parts;  // first token; parts of this segment
-  __device__ __forceinline__ explicit ItemPlace(const ItemPlan &plan) {
+  __device__ __forceinline__ explicit SegmentPlace(const ItemPlan &plan) {
     int block = opaque((int)blockIdx.x);  // so that nothing of this is kept in registers across the scan
     item = block / plan.segments, segment = block - item * plan.segments;
     int part = segment * plan.segment_parts;
@@ -186,7 +186,7 @@ struct FloatScaling {
 // Scores of a segment and the masses of their bins. Signs of tokens follow each other.
 __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &plan, const ItemMemory &m) {
   int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
-  ItemPlace block(plan);
+  SegmentPlace block(plan);
   int part = block.parts * warp / ITEM_WARPS, left = block.parts * (warp + 1) / ITEM_WARPS - part;
   uint4 *staged = m.staged + warp * WARP_UNITS, *ahead = staged + PART;
   float4 *floats = (float4 *)(staged + 2 * PART);
@@ -195,7 +195,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   ScanPlace at(block.item / (int)s.heads, block.item % (int)s.heads, block.first + part * PART);
   PartSource source(s, at, lane);
   __half *first_to = m.scores + c * m.pitch + 8 * g, *to = first_to + part * PART;
-  auto tokens_left = [&] { return (int)s.tokens - ItemPlace(plan).first - (int)(to - first_to); };  // rarely computed
+  auto tokens_left = [&] { return (int)s.tokens - SegmentPlace(plan).first - (int)(to - first_to); };  // rarely needed
   if (left > 0) source.bring(staged, tokens_left(), lane);
   close_copies();
   ScanQueries<__half> queries(s, at, lane);

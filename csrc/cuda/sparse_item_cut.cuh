@@ -7,10 +7,6 @@
 namespace kvq {
 namespace cuda {
 
-__device__ __forceinline__ float score_of_bits(uint32_t ordered) {
-  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
-}
-
 // Adds what is not 0 of `count` cells of this block, a multiple of 4, to those of the item.
 template <class To>
 __device__ __forceinline__ void add_cells(To *to, const uint32_t *cells, int count) {
@@ -35,7 +31,7 @@ __device__ __forceinline__ void each_known(const ItemMemory &m, int r, int parts
 // Masses of the rows that have scores too large for peaks of bins, relative to their largest score at most. Two more
 // meetings, after the first one.
 __device__ inline void add_large(const ItemPlan &plan, const ItemMemory &m, uint32_t large) {
-  ItemPlace at(plan);
+  SegmentPlace at(plan);
   int t = threadIdx.x;
   uint32_t *tops = plan.tops + at.item * SCAN_ROWS;
   Mass *masses = plan.large_masses + (int64_t)at.item * SCAN_ROWS * NUM_BINS;
@@ -154,7 +150,7 @@ __device__ __forceinline__ RowCut cut_of(const float *masses, const RowBins &bin
 // Adds this block's masses to the item's and finds the cuts of its rows. One meeting or three, the number of which is
 // returned.
 __device__ __forceinline__ int find_cuts(const TopP &p, const ItemPlan &plan, const ItemMemory &m, int rows) {
-  ItemPlace at(plan);
+  SegmentPlace at(plan);
   int t = threadIdx.x, warp = warp_id(), meetings = 1;
   float exact = 0;
   if (t < rows) {

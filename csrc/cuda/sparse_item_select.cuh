@@ -52,7 +52,7 @@ __device__ __forceinline__ void count_codes(const ItemMemory &m, int parts, int 
 
 // Scores from notes->least[r] on are kept: of the bin of the cut, as many as are needed in the whole item.
 __device__ __forceinline__ void settle(const ItemPlan &plan, const ItemMemory &m, int rows, int meetings) {
-  ItemPlace at(plan);
+  SegmentPlace at(plan);
   int warp = warp_id();
   uint32_t *counts = plan.counts + at.item * SCAN_ROWS * CODES;
   for (int r = 0; r < rows; r++) count_codes(m, at.parts, r);
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint32_t selected_word(const ItemMemory &m, int parts
 // For `cap`, where a selection has no room: the words, scores and cuts of this block's segment.
 __device__ inline void save_segment(const TopP &p, const ItemPlan &plan, const ItemMemory &m, const Marks &marks,
                                     RowCut *cuts, uint32_t word, int rows) {
-  ItemPlace at(plan);
+  SegmentPlace at(plan);
   int w = at.first / 32 + (int)threadIdx.x, count = min(at.parts * PART, (int)p.columns - at.first);
   if ((int)threadIdx.x < at.parts * (PART / 32) && w < marks.words)
     marks.kept[(int64_t)at.item * marks.words + w] = word;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   __syncthreads();
   int meetings = find_cuts(p, plan, m, rows);
   settle(plan, m, rows, meetings);
-  ItemPlace at(plan);
+  SegmentPlace at(plan);
   uint32_t word = selected_word(m, at.parts, rows), *ready = plan.ready + (int64_t)at.item * plan.segments;
   int until = running_sum<ITEM_THREADS>(__popc(word), m.notes->sums), before = 0;
   if (t == ITEM_THREADS - 1) atomicAdd(&ready[at.segment], (uint32_t)until + 1);

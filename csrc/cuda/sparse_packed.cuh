@@ -30,8 +30,8 @@ struct StepLayout {
   static constexpr int TOKENS = VALUE_SCALE + LEN, SIZE = TOKENS + LEN;
 };
 
-// What limits is how many pieces of 64 bytes the memory finds in a second, not how many are asked for ahead: more stages
-// were slower. As many CTAs as fit, so that those of a launch that begins early are spread evenly.
+// What limits is how many pieces of 64 bytes the memory finds in a second, not how many are asked for ahead: more
+// stages were slower. As many CTAs as fit, so that those of a launch that begins early are spread evenly.
 template <bool OCT_>
 struct SelectedShape {
   static constexpr bool OCT = OCT_;

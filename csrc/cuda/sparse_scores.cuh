@@ -101,6 +101,9 @@ __device__ __forceinline__ uint32_t ordered_bits(float score) {
   uint32_t bits = __float_as_uint(score);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+__device__ __forceinline__ float score_of_bits(uint32_t ordered) {
+  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+}
 
 // What is known of a row once its masses are: scores from `sure` on are kept, those from `edge` on if the rest of the
 // mass, `need` times exp(base), is not reached by larger ones. Scores of 64 and more are at most base.

@@ -120,6 +120,7 @@ def check_merge(ops, device, dtype, dim=80):
     lses[0, 0], lses[:, 1, 1] = -torch.inf, -torch.inf
     expected, expected_lse = torch.empty(2, 4, 5, dim), torch.empty(2, 4, 5)
     reference.merge(outs, lses, expected, expected_lse)
+    outs[0, 0], outs[:, 1, 1] = torch.nan, torch.nan  # without a share
     (out, whole), (lse, whole_lse) = fenced_on(device, expected.shape), fenced_on(device, expected_lse.shape)
     ops.merge(*moved((outs, lses), device), out, lse)
     check_fences(whole.cpu(), whole_lse.cpu())

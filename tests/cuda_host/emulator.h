@@ -212,10 +212,6 @@ T atomicMax(T *to, T value) {
 }
 
 template <class T>
-T __ldcg(const T *from) {
-  return *from;
-}
-template <class T>
 T __ldg(const T *from) {
   return *from;
 }

@@ -208,7 +208,7 @@ class CompressedCache(Cache):
         Raises:
             ValueError: ``indices`` is no vector of integers or bools; nothing was changed.
         """
-        super().batch_select_indices(as_rows("indices", indices))
+        super().batch_select_indices(as_rows("indices", indices, takes_bools=True))
 
     def reset(self) -> None:
         """Forgets all tokens. The next call may come from another model, unless ``config`` was given."""

@@ -70,15 +70,16 @@ def _check_same(layer, name: str, held: torch.Tensor, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must stay on {held.device} with layer {layer.index}, got {x.device}")
 
 
-def as_rows(name: str, x: torch.Tensor | list | tuple) -> torch.Tensor:
-    """A vector of integers or bools, by which sequences of a batch are chosen.
+def as_rows(name: str, x: torch.Tensor | list | tuple, takes_bools: bool = False) -> torch.Tensor:
+    """A vector of integers, or bools where they are taken, by which sequences of a batch are chosen.
 
     Raises:
         ValueError: ``x`` is something else.
     """
     if isinstance(x, list | tuple) and all(isinstance(each, int) for each in x):
         x = torch.tensor(x, dtype=None if x else torch.long)
-    if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.is_floating_point() or x.is_complex():
+    dtypes = (torch.int64, torch.int32, *([torch.bool] if takes_bools else []))
+    if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.dtype not in dtypes:
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else reprlib.repr(x)
         raise ValueError(f"{name} must be a vector of integers, one a sequence, got {got}")
     return x

@@ -29,7 +29,7 @@ kernel void merge(
   for (long p = 0; p < sizes.pieces; ++p) {
     const float weight = precise::exp(weights[p * sizes.lses[0]] - offset);
     total += weight;
-    sum += weight * float(source[p * sizes.outs[0]]);
+    sum += weight == 0.0f ? 0.0f : weight * float(source[p * sizes.outs[0]]);
   }
   out[row_offset(row, sizes.size, sizes.out) + i] = Out(total == 0.0f ? 0.0f : sum / total);
   if (i == 0) {

@@ -2,10 +2,10 @@
 
 import torch
 
+from .checks import require
 from .schemas import NAMESPACE
 
 _ops = getattr(torch.ops, NAMESPACE)
-
 
 PARTS = {"sign_top_p_select": ("sign_scores", "top_p_select"), "merge_selected": ("attend_selected", "merge")}
 
@@ -20,7 +20,6 @@ def sign_top_p_select(
 
 def merge_selected(q, keys, values, indices, count, mask, scale, softcap, outs, lses, out, lse, parts=_ops) -> None:
     """``parts`` has the other operators by name."""
-    if outs.shape[0] != 2:
-        raise ValueError(f"outs must have two pieces, got {tuple(outs.shape)}")
+    require(outs.dim() == 5 and outs.shape[0] == 2, "outs", "have two pieces", outs)
     parts.attend_selected(q, keys, values, indices, count, mask, scale, softcap, outs[1], lses[1])
     parts.merge(outs, lses, out, lse)

@@ -232,14 +232,18 @@ def sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, out) 
     require(sign.shape[-1] == num_words(head_dim), "sign", f"have {num_words(head_dim)} words", sign)
 
 
-def _require_selection(indices: torch.Tensor, count: torch.Tensor, batch: int, query_heads: int, device: torch.device) -> None:
-    """``indices [B, K, S]`` and ``count [B, K]`` int32, of which every query head has one of ``K``."""
+def _require_selection(
+    indices: torch.Tensor, count: torch.Tensor, batch: int, query_heads: int, device: torch.device, heads: int = 0
+) -> None:
+    """``indices [B, K, S]`` and ``count [B, K]`` int32, where every query head has one of ``K``, and every one of ``heads``."""
     require(indices.dim() == 3, "indices", "have 3 dims", indices)
     selections = indices.shape[1]
     require_typed("indices", indices, torch.int32, (batch, *indices.shape[1:]), device)
     require_last("indices", indices)
     good = selections > 0 and query_heads % selections == 0
     require(good, "indices", f"have a number of selections that divides {query_heads} heads", indices)
+    rule = f"have a selection for each of {heads} key heads or each of {query_heads} query heads"
+    require(not heads or selections in (heads, query_heads), "indices", rule, indices)
     require_typed("count", count, torch.int32, (batch, selections), device)
 
 
@@ -294,7 +298,7 @@ def _selected_keys(q, keys, indices, count) -> Source:
     batch, heads = keys[0].shape[:2]
     require_queries("q", q, batch, heads)
     source = _source("keys", keys, (batch, heads, q.shape[3]), q.device)
-    _require_selection(indices, count, batch, q.shape[1], q.device)
+    _require_selection(indices, count, batch, q.shape[1], q.device, heads)
     return source
 
 
@@ -326,7 +330,8 @@ def gather_selected(x, indices, count, out) -> None:
     batch, heads, _, dim = x.shape
     require(indices.dim() == 3, "indices", "have 3 dims", indices)
     selections, capacity = indices.shape[1:]
-    require(selections > 0 and selections % heads == 0, "indices", f"have a multiple of {heads} selections", indices)
+    good = heads > 0 and selections > 0 and selections % heads == 0
+    require(good, "indices", f"have a multiple of {heads} selections", indices)
     _require_selection(indices, count, batch, selections, device)
     require_typed("out", out, x.dtype, (batch, selections, capacity, dim), device)
     require_last("out", out)

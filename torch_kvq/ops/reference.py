@@ -244,6 +244,6 @@ def attend(
 
 def merge(outs, lses, out, lse) -> None:
     total = lses.logsumexp(0)
-    weights = torch.exp(lses - torch.where(total == -torch.inf, 0, total))
+    weights = torch.exp(lses - torch.where(total == -torch.inf, 0, total)).unsqueeze(-1)
     lse.copy_(total)
-    out.copy_((outs.float() * weights.unsqueeze(-1)).sum(0))
+    out.copy_(torch.where(weights == 0, 0, outs.float() * weights).sum(0))

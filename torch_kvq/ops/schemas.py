@@ -32,7 +32,8 @@ DENSE_SCHEMAS = (
     "qk(Tensor q, Tensor[] keys, Tensor exact_keys, int length, int num_sinks, Tensor(a!) out) -> ()",
     # Weighted sum of values by p [B, Hq, M, T]: out [B, Hq, M, Dv].
     "pv(Tensor p, Tensor[] values, Tensor exact_values, int length, int num_sinks, Tensor(a!) out) -> ()",
-    # Attention over the union of pieces: outs [P, B, Hq, M, Dv], lses [P, B, Hq, M] -> out, lse.
+    # Attention over the union of pieces: outs [P, B, Hq, M, Dv], lses [P, B, Hq, M] -> out, lse. Where a lse is -inf the piece
+    # has no share, whatever its out.
     "merge(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()",
 )
 

@@ -29,7 +29,7 @@ def _merge(
         logit = tl.load(logits + tl.cast(piece, tl.int64) * lses_piece)
         weight = tl.exp2((logit - tl.where(largest == float("-inf"), 0.0, largest)) * LOG2E)
         part = tl.load(parts + tl.cast(piece, tl.int64) * outs_piece + column, column < DIM, 0.0)
-        acc += part.to(tl.float32) * weight
+        acc += tl.where(weight == 0, 0.0, part.to(tl.float32) * weight)
         total += weight
     total = tl.where(total == 0, 1.0, total)  # nothing reached: 0 and -inf
     acc /= total

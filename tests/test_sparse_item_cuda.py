@@ -1,0 +1,128 @@
+"""``sign_top_p_select`` in one launch (``csrc/cuda/sparse_item.cuh``): up to four rows a kv head, whose scores stay in the
+kernel and whose blocks of threads wait for each other."""
+
+import dataclasses
+
+import pytest
+import test_sparse_cuda
+import torch
+from cuda_host.attend_checks import moved
+from op_cases import check_fences, fenced
+from sparse_cases import SparseCase, coded, index_of
+from test_sparse_cuda import HALF, on_gpu
+
+from torch_kvq import ops
+from torch_kvq.ops import sparse_reference
+
+kernels = test_sparse_cuda.kernels
+ITEM = SparseCase("item", dim=128, tokens=2500, group=4, batch=2, heads=2, centred=True)  # of several blocks of threads
+
+
+def of_item(edit=None, case=ITEM, scale=0.3):
+    """Arguments of ``sign_top_p_select`` up to ``scale``, which ``edit(terms, index)`` may change."""
+    index = index_of(case)
+    planes, terms, _ = coded(index, scale)
+    if edit:
+        edit(terms, index)
+    return planes, terms, index.sign, index.factor, index.bias, case.dim, scale
+
+
+def check_item(kernels, coding, top_p, capacity=None, start=0):
+    """One selection against the reference; scores stay in the kernel unless a ``capacity`` may be exceeded."""
+    planes, sign = coding[0], coding[2]
+    tokens, selections, room = sign.shape[2] - start, sign.shape[:2], capacity or sign.shape[2] - start
+    lse = torch.linspace(-1, 3, planes.shape[1])[None, :, None].expand(planes.shape[:3])
+    scores, scores_whole = fenced((*planes.shape[:3], tokens), HALF)
+    (indices, indices_whole), (count, count_whole) = (fenced(s, torch.int32) for s in ((*selections, room), selections))
+    kernels.sign_top_p_select(*coding, start, lse, top_p, scores, indices, count)
+    check_fences(scores_whole, indices_whole, count_whole)
+    expected = torch.empty_like(scores), torch.empty_like(indices), torch.empty_like(count)
+    sparse_reference.sign_scores(*coding, start, expected[0])
+    sparse_reference.top_p_select(expected[0], lse, None, None, top_p, *expected[1:])
+    assert torch.equal(count, expected[2])
+    for b, k in count.nonzero().tolist():
+        assert torch.equal(indices[b, k, : count[b, k]], expected[1][b, k, : count[b, k]])
+    assert capacity or scores.isnan().all()
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.5, 0.95, 1.0])
+def test_scores_of_four_rows_stay_in_the_kernel(top_p, kernels):
+    check_item(kernels, of_item(), top_p)
+
+
+def unknown(terms, index):
+    terms[:, 1] = torch.nan  # a row
+    index.factor[:, 0, 70] = torch.nan  # a token
+    index.bias[:, :, 2000] = torch.inf
+
+
+def large(terms, index):
+    terms[:, 2] *= 300
+    index.bias[0, 1, 1234] = 60000.0
+
+
+def hidden(terms, index):
+    index.bias[:, :, ::3] = -torch.inf
+
+
+def equal(terms, index):
+    terms[..., :2] = 0
+    index.bias.zero_()
+
+
+def tiny(terms, index):
+    """Scores round to numbers without a normal float16, of both signs and to -0."""
+    terms.mul_(1e-7)
+    index.bias.mul_(1e-7)
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.95])
+@pytest.mark.parametrize("edit", [unknown, large, hidden, equal, tiny])
+def test_odd_scores_of_four_rows(edit, top_p, kernels):
+    check_item(kernels, of_item(edit), top_p)
+
+
+@pytest.mark.parametrize("edit", [None, unknown, large])
+def test_a_selection_of_four_rows_is_cut_to_its_capacity(edit, kernels):
+    check_item(kernels, of_item(edit), 0.9, capacity=200)
+
+
+@pytest.mark.parametrize("start", [3, 8])
+def test_rows_begin_anywhere(start, kernels):
+    case = SparseCase("odd", dim=112, tokens=1301, group=3, heads=2, centred=start == 3)
+    check_item(kernels, of_item(case=case), 0.8, start=start)
+
+
+@pytest.mark.parametrize("tokens", [5500, 5600])
+def test_segments_are_as_long_as_they_may_be(tokens, kernels):
+    """So many kv heads, of 396 blocks of threads at once, that each is one block's or, just above its 86 parts, two's."""
+    case = SparseCase("long", dim=128, tokens=tokens, group=1, batch=10, heads=20, centred=True, kind="none")
+    check_item(kernels, of_item(case=case), 0.8)
+
+
+@on_gpu
+def test_a_graph_scans_anew():
+    """What blocks of threads tell each other is forgotten from call to call."""
+    coding = moved(of_item(case=dataclasses.replace(ITEM, tokens=50000)), "cuda")
+    planes, terms = coding[:2]
+    lse, room = torch.zeros(planes.shape[:3], device="cuda"), (2, 2)
+    scores = torch.empty(*planes.shape[:3], 50000, dtype=HALF, device="cuda")
+    indices, count = (torch.zeros(s, dtype=torch.int32, device="cuda") for s in ((*room, 50000), room))
+
+    def step():
+        ops.sign_top_p_select(*coding, 0, lse, 0.8, scores, indices, count)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+        step()
+    for _ in range(20):
+        planes.copy_(planes.roll(1, 1)), terms.copy_(terms.roll(1, 1) * 1.1)
+        step()
+        expected = [x.clone() for x in (count, indices)]
+        count.fill_(-1), indices.fill_(-1)
+        graph.replay()
+        assert torch.equal(count, expected[0])
+        valid = torch.arange(50000, device="cuda") < count.unsqueeze(-1)
+        assert torch.equal(indices[valid], expected[1][valid])
