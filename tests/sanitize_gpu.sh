@@ -12,5 +12,5 @@ small="not graphs and not rows and not T4097 and not many_tokens and not batch3 
 for tool in memcheck racecheck; do
     echo "== $tool"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-        "$python" -m pytest -q -x -m gpu tests/test_ops_cuda.py tests/test_sparse_cuda.py -k "$small" "$@"
+        "$python" -m pytest -q -x -m gpu tests/test_ops_cuda.py tests/test_sparse_cuda.py tests/test_sparse_item_cuda.py -k "$small" "$@"
 done

@@ -254,3 +254,10 @@ def test_no_coordinate_is_left_unmixed_or_unsigned(kind, dim, bar):
     assert single.mean(0).max() <= bar
     for fixture in (constant, hadamard_row):
         assert mean_mse(kind, dim, fixture) <= 0.045
+
+
+def test_a_compiled_model_makes_the_same_rotations():
+    """By torch's own compiler, and of a seed that no other test has made."""
+    made = torch.compile(lambda: make_rotation("isoquant", 24, seed=987).signs + 0)()
+    torch._dynamo.reset()
+    assert torch.equal(made, make_rotation.__wrapped__("isoquant", 24, seed=987).signs)

@@ -144,6 +144,7 @@ def check_kind(name: str, kind: str) -> None:
 
 
 @functools.cache
+@torch.compiler.disable  # a compiler would take the wrapping integers of the seed rule for numbers without end
 def make_rotation(kind: str, head_dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Rotation:
     """The rotation of a kind, made once a process, device and seed.
 
