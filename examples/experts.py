@@ -75,9 +75,9 @@ def generate(model, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
 
 
 def summary(model) -> str:
-    """First and last line of the handle's report, which has one line a layer."""
+    """First line of the handle's report, the names of its columns and the last line; it has one line a layer."""
     lines = str(model.expert_offload.report()).splitlines()
-    return "\n".join([lines[0], lines[-1]])
+    return "\n".join([lines[0], next(line for line in lines if "hit rate" in line), lines[-1]])
 
 
 if __name__ == "__main__":
