@@ -2,6 +2,7 @@
 
 import torch
 
+from .checks import require
 from .schemas import NAMESPACE
 
 _ops = getattr(torch.ops, NAMESPACE)
@@ -20,7 +21,7 @@ def sign_top_p_select(
 
 def merge_selected(q, keys, values, indices, count, mask, scale, softcap, outs, lses, out, lse, parts=_ops) -> None:
     """``parts`` has the other operators by name."""
-    if outs.shape[0] != 2:
-        raise ValueError(f"outs must have two pieces, got {tuple(outs.shape)}")
+    require(outs.dim() == 5 and outs.shape[0] == 2, "outs", "have two pieces of 4 dims", outs)
+    require(lses.shape == outs.shape[:4], "lses", f"have the shape {list(outs.shape[:4])}", lses)
     parts.attend_selected(q, keys, values, indices, count, mask, scale, softcap, outs[1], lses[1])
     parts.merge(outs, lses, out, lse)
