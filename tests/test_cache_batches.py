@@ -63,6 +63,8 @@ ROWS = {
     "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
     "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
     "select_two": (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    "select_uint8": (lambda cache: cache.batch_select_indices(torch.tensor([0, 2, 1], dtype=torch.uint8)), [0, 2, 1]),
+    "reorder_uint8": (lambda cache: cache.reorder_cache(torch.tensor([0, 2, 1], dtype=torch.uint8)), [0, 2, 1]),
     "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
 }
 
@@ -110,6 +112,7 @@ def test_reorder_reaches_every_kind_of_layer(family):
 @pytest.mark.parametrize(
     "change, message",
     [
+        (lambda cache: cache.reorder_cache([True, False]), r"beam_idx must be a vector of integers.*got torch.bool \[2\]"),
         (lambda cache: cache.reorder_cache([0, "1"]), r"beam_idx must be a vector of integers, one a sequence, got \[0, '1'\]"),
         (lambda cache: cache.reorder_cache(torch.ones(2)), r"beam_idx must be a vector.*got torch.float32 \[2\]"),
         (lambda cache: cache.reorder_cache([True, False]), r"beam_idx must be a vector.*got torch.bool \[2\]"),

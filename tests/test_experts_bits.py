@@ -153,6 +153,8 @@ def test_plan_arguments():
         plan_bits(model, [])
     with pytest.raises(ValueError, match="base must have bits among.*'routed': 5"):
         plan_bits(model, [tiny_moe.prompt()], base={"routed": 5})
+    with pytest.raises(ValueError, match="base must have bits among.*'dense': 4.0"):
+        plan_bits(model, [tiny_moe.prompt()], base={"dense": 4.0})
     with pytest.raises(TypeError, match="base must be bits by role, got 4"):
         plan_bits(model, [tiny_moe.prompt()], base=4)
     with pytest.raises(ValueError, match="threshold must be a number, got 'low'"):
@@ -255,6 +257,19 @@ def test_what_apply_refuses(planned):
         plan.apply(gate=0.1)
     with pytest.raises(TypeError, match="roles must be roles in a list, got 3"):
         plan.apply(gate=LOOSE, roles=3)
+
+
+@pytest.mark.parametrize(
+    "embedded, message", [(True, "batches must have input_ids"), (False, "batches must have a token behind")]
+)
+def test_batches_without_a_likelihood(embedded, message):
+    model, ids = tiny_moe.build("mixtral"), tiny_moe.prompt(2, 1)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    wanted = model(ids).logits
+    plan = plan_bits(model, [{"inputs_embeds": embeddings} if embedded else ids], base={"routed": 2})
+    with pytest.raises(ValueError, match=message):
+        plan.apply(gate=Gate(0.9, 9.0), roles=("routed",), verbose=False)
+    assert torch.equal(model(ids).logits, wanted)
 
 
 def test_linear_roles_without_torchao(planned, monkeypatch):

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import tiny_moe
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 
 from torch_kvq import ExpertOffloadHook, load_with_expert_offload, offload_experts
 from torch_kvq.experts.budget import make_slabs, parse_bytes, slots_for
@@ -174,6 +175,59 @@ def test_experts_that_were_not_loaded_refuse_to_run(implementation):
         again.remove()
         assert torch.equal(model(ids).logits, wanted)
         assert not hasattr(model.model.layers[0].mlp.experts, "_hf_hook")
+
+
+@torch.no_grad()
+def test_a_hook_that_was_taken_away():
+    """Nothing runs on the meta device then, and the handle still gives the experts back."""
+    model, ids = tiny_moe.build("qwen3_moe"), tiny_moe.prompt()
+    wanted = model(ids).logits
+    handle = offload_experts(model, 3)
+    remove_hook_from_submodules(model)
+    with pytest.raises(RuntimeError, match=f"{LAYERS[0]} must have its experts loaded or offloaded to run"):
+        model(ids)
+    for name, pool in handle.pools.items():
+        add_hook_to_module(model.get_submodule(name), ExpertOffloadHook(pool, name))
+    assert torch.equal(model(ids).logits, wanted)
+    remove_hook_from_submodules(model)
+    handle.remove()
+    assert torch.equal(model(ids).logits, wanted)
+    assert isinstance(pickle.dumps(model), bytes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("append", [False, True])
+def test_a_second_hook_on_a_module(append):
+    """It would number the slots of slots."""
+    model, ids = tiny_moe.build("mixtral"), tiny_moe.prompt()
+    wanted = model(ids).logits
+    handle = offload_experts(model, 3)
+    with pytest.raises(ValueError, match=f"module must have one ExpertOffloadHook, {LAYERS[0]} has one already"):
+        add_hook_to_module(model.get_submodule(LAYERS[0]), ExpertOffloadHook(handle.pools[LAYERS[0]], LAYERS[0]), append=append)
+    handle.remove()
+    assert torch.equal(model(ids).logits, wanted)
+
+
+@torch.no_grad()
+def test_another_hook_beside_that_of_the_experts():
+    model, ids = tiny_moe.build("mixtral"), tiny_moe.prompt()
+    wanted = model(ids).logits
+    handle = offload_experts(model, 3)
+    add_hook_to_module(model.get_submodule(LAYERS[1]), ModelHook(), append=True)
+    with pytest.raises(RuntimeError, match=f"{LAYERS[1]} must have no other hook than .*, got SequentialHook"):
+        handle.remove()
+    assert model.expert_offload is handle and torch.equal(model(ids).logits, wanted)
+    remove_hook_from_module(model.get_submodule(LAYERS[1]))
+    handle.remove()
+    assert torch.equal(model(ids).logits, wanted)
+
+
+@pytest.mark.parametrize("method", ["stats", "reset_stats", "report", "pin"])
+def test_a_handle_of_experts_that_were_removed(method):
+    handle = offload_experts(tiny_moe.build("mixtral"), 3)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="handle must be that of offloaded experts"):
+        getattr(handle, method)(*([LAYERS[0], [0]] if method == "pin" else []))
 
 
 def test_a_handle_is_removed_once():

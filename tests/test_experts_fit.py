@@ -90,7 +90,24 @@ def test_arguments():
     model = tiny_moe.build("mixtral")
     with pytest.raises(ValueError, match="total must be a size"):
         fit(model, "much", 10)
-    with pytest.raises(ValueError, match="context and batch must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="context must be an integer of at least 1, got 0"):
         fit(model, "1GiB", 0)
     with pytest.raises(ValueError, match=r"bits must be by role.*'router'"):
         fit(model, "1GiB", 10, bits={"router": 4})
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(model_or_config="gpt2"), TypeError, "model_or_config must be a model or its config, got 'gpt2'"),
+        (dict(context=float("nan")), ValueError, "context must be an integer of at least 1, got nan"),
+        (dict(batch=1.5), ValueError, "batch must be an integer of at least 1, got 1.5"),
+        (dict(bits=4), TypeError, "bits must be bits by role or a plan, got 4"),
+        (dict(k_bits=0), ValueError, "k_bits must be an integer from 2 to 4, got 0"),
+        (dict(k_bits=None, v_bits=8), ValueError, "v_bits must be an integer from 2 to 4, got 8"),
+        (dict(trace=[]), TypeError, r"trace must be a RoutingTrace, got \[\]"),
+    ],
+)
+def test_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        fit(**{**dict(model_or_config=tiny_moe.build("mixtral"), total="1GiB", context=10, verbose=False), **options})

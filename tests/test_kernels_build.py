@@ -126,6 +126,16 @@ def test_the_instruction_set_can_be_asked_for(fresh):
     native.set_cpu_isa(before)
 
 
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the kernels were not built")
+def test_an_instruction_set_of_other_machines_is_an_error(fresh):
+    native.load()
+    other = "avx2" if "neon" in native.available_isas() else "neon"
+    fresh.setattr(native, "_state", native._State())
+    fresh.setenv(native.VARIABLE, other)
+    with pytest.raises(RuntimeError, match=f"KVQ_CPU_ISA must be one of this machine, .*scalar, got '{other}'"):
+        native.load()
+
+
 def test_an_instruction_set_without_kernels_is_an_error(fresh, tmp_path):
     fresh.setenv(native.VARIABLE, "scalar")
     with pytest.raises(RuntimeError, match="KVQ_CPU_ISA=scalar needs the compiled kernels: .*missing"):

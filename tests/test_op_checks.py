@@ -1,5 +1,6 @@
 """What operators refuse where no compiled kernel checks: the pure-torch reference, and tensors on the meta device."""
 
+import functools
 import os
 import re
 import subprocess
@@ -94,6 +95,64 @@ def test_it_serves_where_no_kernel_is_loaded():
     env = {**os.environ, "KVQ_CPU_ISA": "reference"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stderr.endswith("RuntimeError: out must have the shape [1, 8], got float32 [1, 4] on cpu\n")
+
+
+SIGNS = [
+    ("have 4 dims", lambda x: x.new_zeros(())),
+    ("have 2 words", lambda x: x.new_empty(0)),
+    ("have the shape", lambda x: x[:0]),
+    ("have the shape", lambda x: x[:, :0]),
+    ("have the shape", lambda x: x[:, :, :0]),
+]
+
+
+@pytest.mark.parametrize("rule, change", SIGNS)
+def test_an_index_without_signs(rule, change):
+    arguments = list(CALLS["sign_scores"])
+    arguments[2] = change(arguments[2])
+    refused("sign_scores", arguments, f"sign must {rule}")
+
+
+@pytest.mark.parametrize("batch, queries, tokens", [(0, 1, 33), (2, 0, 33), (2, 1, 0), (2, 3, 0)])
+@pytest.mark.parametrize("serve", [ops.checked, functools.partial(getattr, ops)], ids=["reference", "served"])
+def test_no_sequences_queries_or_tokens(serve, batch, queries, tokens):
+    """As a cache has them whose batch was emptied."""
+    rows, int32 = (batch, 6, queries), torch.int32
+    lses, out, lse = torch.zeros(2, *rows), torch.full((*rows, 64), torch.nan), torch.full(rows, torch.nan)
+    index = torch.zeros(batch, 2, tokens, 2, dtype=int32), torch.ones(batch, 2, tokens, dtype=torch.float16), torch.empty(0)
+    scores, indices = torch.empty(*rows, tokens), torch.empty(batch, 2, tokens, dtype=int32)
+    count = torch.full((batch, 2), 7, dtype=int32)
+    serve("sign_scores")(torch.zeros(*rows, 4, 2, dtype=int32), torch.zeros(*rows, 4), *index, 64, 1.0, 0, scores)
+    serve("top_p_select")(scores, lses[0], None, None, 0.9, indices, count)
+    assert not count.any()
+    store = [torch.zeros(batch, 2, tokens, 64)]
+    serve("attend_selected")(torch.zeros(*rows, 64), store, store, indices, count, None, 1.0, 0.0, out, lse)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("serve", [ops.checked, functools.partial(getattr, ops)], ids=["reference", "served"])
+def test_a_mask_of_one_row_is_that_of_all(serve):
+    (*arguments, _, scale, softcap), _, _ = selected_problem(SparseCase("mask", batch=2, queries=3, share=0.9))
+    mask = torch.arange(130) % 3 > 0
+    answers = []
+    for each in (mask.expand(2, 6, 3, -1), mask[None, None, None]):
+        answers.append((torch.full((2, 6, 3, 64), torch.nan), torch.full((2, 6, 3), torch.nan)))
+        serve("attend_selected")(*arguments, each, scale, softcap, *answers[-1])
+    assert answers[0][0].isfinite().all()
+    same(*answers)
+
+
+@pytest.mark.parametrize("rule, place, change", [
+    ("outs must have two pieces", -4, lambda x: x[0, 0, 0, 0, 0]),
+    ("outs must have two pieces", -4, lambda x: x[:1]),
+    ("lses must have the shape", -3, lambda x: x[:1]),
+    ("lses must have the shape", -3, lambda x: x[0]),
+])  # fmt: skip
+def test_pieces_to_be_merged(rule, place, change):
+    arguments = list(CALLS["merge_selected"])
+    arguments[place] = change(arguments[place])
+    with pytest.raises(RuntimeError, match=f"{rule}.*, got "):
+        ops.merge_selected(*arguments)
 
 
 # ---- the meta device

@@ -55,6 +55,8 @@ def load(library: Path | None = None) -> bool:
     else:
         _load_library(LIBRARY if library is None else Path(library))
     if _state.loaded and wanted:
+        if wanted not in available_isas():
+            raise RuntimeError(f"{VARIABLE} must be one of this machine, {', '.join(available_isas())}, got {wanted!r}")
         set_cpu_isa(wanted)
     elif wanted in ISAS:
         raise RuntimeError(f"{VARIABLE}={wanted} needs the compiled kernels: {_state.reason}")

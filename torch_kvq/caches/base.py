@@ -191,7 +191,7 @@ class CompressedCache(Cache):
         Raises:
             ValueError: ``beam_idx`` is no vector of integers; nothing was changed.
         """
-        super().reorder_cache(as_rows("beam_idx", beam_idx))
+        super().reorder_cache(as_rows("beam_idx", beam_idx, masks=False))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times, one after another.
@@ -208,7 +208,7 @@ class CompressedCache(Cache):
         Raises:
             ValueError: ``indices`` is no vector of integers or bools; nothing was changed.
         """
-        super().batch_select_indices(as_rows("indices", indices, takes_bools=True))
+        super().batch_select_indices(as_rows("indices", indices, masks=True))
 
     def reset(self) -> None:
         """Forgets all tokens. The next call may come from another model, unless ``config`` was given."""

@@ -70,19 +70,19 @@ def _check_same(layer, name: str, held: torch.Tensor, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must stay on {held.device} with layer {layer.index}, got {x.device}")
 
 
-def as_rows(name: str, x: torch.Tensor | list | tuple, takes_bools: bool = False) -> torch.Tensor:
-    """A vector of integers, or bools where they are taken, by which sequences of a batch are chosen.
+def as_rows(name: str, x: torch.Tensor | list | tuple, masks: bool) -> torch.Tensor:
+    """A vector of int64, or of bools if ``masks`` are taken, by which sequences of a batch are chosen.
 
     Raises:
         ValueError: ``x`` is something else.
     """
     if isinstance(x, list | tuple) and all(isinstance(each, int) for each in x):
         x = torch.tensor(x, dtype=None if x else torch.long)
-    dtypes = (torch.int64, torch.int32, *([torch.bool] if takes_bools else []))
-    if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.dtype not in dtypes:
+    good = isinstance(x, torch.Tensor) and x.dim() == 1 and not x.is_floating_point() and not x.is_complex()
+    if not good or (x.dtype == torch.bool and not masks):
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else reprlib.repr(x)
         raise ValueError(f"{name} must be a vector of integers, one a sequence, got {got}")
-    return x
+    return x if x.dtype == torch.bool else x.long()  # torch would take uint8 for a mask
 
 
 def is_finite(x: torch.Tensor) -> bool:

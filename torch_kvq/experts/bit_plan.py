@@ -123,7 +123,7 @@ def plan_bits(
     check_number("threshold", threshold)
     base = {**BASE, **(base or {})}
     for role, bits in base.items():
-        if role not in BASE or bits not in FIELDS:
+        if role not in BASE or not isinstance(bits, int) or bits not in FIELDS:
             raise ValueError(f"base must have bits among {list(FIELDS)} for roles among {list(BASE)}, got {role!r}: {bits!r}")
     batches = checked_batches(batches)
     roles = roles_of(model)

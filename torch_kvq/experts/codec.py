@@ -31,8 +31,8 @@ class ExpertCodec:
     group_len: int = 64
 
     def __post_init__(self) -> None:
-        if self.bits not in FIELDS:
-            raise ValueError(f"bits must be one of {list(FIELDS)}, got {self.bits}")
+        if not isinstance(self.bits, int) or self.bits not in FIELDS:
+            raise ValueError(f"bits must be one of {list(FIELDS)}, got {self.bits!r}")
         if self.group_len < 8 or self.group_len % 8:
             raise ValueError(f"group_len must be a multiple of 8, got {self.group_len}")
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 
 import torch
 import transformers
 from torch import nn
 
+from ..checks import check_count, check_type
+from ..codecs.codebook import check_bits
 from .bit_plan import BitPlan, num_weights, weight_bytes, weights_of
 from .budget import make_slabs, parse_bytes
 from .families import check_module, find_experts
@@ -105,10 +108,16 @@ def fit(
         verbose: print the table.
 
     Raises:
-        ValueError: an argument out of range, named. NotImplementedError: experts that cannot be offloaded.
+        ValueError, TypeError: an argument out of range, named. NotImplementedError: experts that cannot be offloaded.
     """
-    if context < 1 or batch < 1:
-        raise ValueError(f"context and batch must be at least 1, got {context} and {batch}")
+    check_type("model_or_config", model_or_config, (nn.Module, transformers.PreTrainedConfig), "a model or its config")
+    check_count("context", context, 1)
+    check_count("batch", batch, 1)
+    check_type("bits", bits, (Mapping, BitPlan, NoneType), "bits by role or a plan")
+    check_type("trace", trace, (RoutingTrace, NoneType), "a RoutingTrace")
+    if k_bits is not None:
+        check_bits("k_bits", k_bits)
+    check_bits("v_bits", v_bits)
     size, kept_free = parse_bytes("total", total), parse_bytes("reserve", reserve)
     model = model_or_config if isinstance(model_or_config, nn.Module) else on_meta(model_or_config)
     weights, names, packed = weights_by_role(model, bits)

@@ -49,15 +49,23 @@ class GateReport:
 
 @torch.no_grad()
 def mean_nll(model: nn.Module, batches: list[Batch]) -> float:
-    """Mean negative log-likelihood of each token given those before it, in nats."""
+    """Mean negative log-likelihood of each token given those before it, in nats.
+
+    Raises:
+        ValueError: a batch without token ids, or no token has one before it.
+    """
     total = count = 0.0
     for batch in batches:
+        if not isinstance(batch, torch.Tensor) and "input_ids" not in batch:
+            raise ValueError(f"batches must have input_ids, whose likelihood the gate measures, got {list(batch)}")
         logits = run(model, batch)
         ids = (batch if isinstance(batch, torch.Tensor) else batch["input_ids"]).to(logits.device)
         losses = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
         if not isinstance(batch, torch.Tensor) and "attention_mask" in batch:
             losses = losses[batch["attention_mask"][:, 1:].flatten().bool().to(losses.device)]
         total, count = total + losses.sum().item(), count + losses.numel()
+    if not count:
+        raise ValueError("batches must have a token behind another, whose likelihood the gate measures, got none")
     return total / count
 
 

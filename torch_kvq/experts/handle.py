@@ -5,14 +5,14 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 
 import torch
-from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import add_hook_to_module
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..checks import check_choice
 from .budget import Budget
 from .families import expert_tensors
-from .hook import MissingExpertsHook
+from .hook import ExpertOffloadHook, MissingExpertsHook
 from .pinned_store import PinnedStore
 from .pool import ExpertPool
 from .stats import OffloadStats
@@ -38,6 +38,7 @@ class OffloadHandle:
     ) -> None:
         self.model, self.modules, self.stores, self.budget = model, modules, stores, budget
         self.pools: dict[str, ExpertPool] = {}
+        self.hooks: dict[str, ExpertOffloadHook] = {}
         self._hooks: list[RemovableHandle] = []
         self._trainable = {name: next(iter(expert_tensors(module).values())).requires_grad for name, module in modules.items()}
         self._device_map = getattr(model, "hf_device_map", None)
@@ -77,8 +78,17 @@ class OffloadHandle:
                 if found:
                     raise RuntimeError(_LOADED.format(found[0]))
 
+    def _check_attached(self) -> None:
+        if not self.pools:
+            raise RuntimeError("handle must be that of offloaded experts: they were removed, so ask it before remove()")
+
     def stats(self) -> OffloadStats:
-        """Counters since the beginning or :meth:`reset_stats`, in all and by layer."""
+        """Counters since the beginning or :meth:`reset_stats`, in all and by layer.
+
+        Raises:
+            RuntimeError: the experts were removed, as of all methods.
+        """
+        self._check_attached()
         layers = {name: self.pools[name].stats[name] for name in self.modules}
         pools = {id(pool): pool for pool in self.pools.values()}.values()
         return OffloadStats.of(
@@ -91,6 +101,7 @@ class OffloadHandle:
 
     def reset_stats(self) -> None:
         """Zero the counters; what is resident stays."""
+        self._check_attached()
         for name in self.modules:
             stats = self.pools[name].stats[name]
             stats.__init__()
@@ -107,6 +118,7 @@ class OffloadHandle:
         Raises:
             ValueError: no such layer or expert, or its pool would be left without a free slot. TypeError: no integers.
         """
+        self._check_attached()
         check_choice("layer", layer, self.pools)
         self.pools[layer].pin(layer, experts)
 
@@ -118,16 +130,19 @@ class OffloadHandle:
         stores, too.
 
         Raises:
-            RuntimeError: they were removed before.
+            RuntimeError: they were removed before, or another hook was added to theirs.
             OSError: experts could not be read; they stay offloaded, and this can be tried again.
         """
         if not self.pools:
             raise RuntimeError("handle.remove() must be called once, the experts were removed before")
-        hooks = {name: module._hf_hook for name, module in self.modules.items()}
+        hooks = self.hooks
+        for name, hook in hooks.items():
+            if (held := getattr(self.modules[name], "_hf_hook", hook)) is not hook:
+                raise RuntimeError(f"{name} must have no other hook than that of offload_experts, got {type(held).__name__}")
         loaded = {name: self._at_home(name, hook.device) for name, hook in hooks.items() if load and hook.inner is None}
         for name, hook in hooks.items():
             module = self.modules[name]
-            remove_hook_from_module(module)
+            hook.give_back(module)
             if hasattr(hook.predictor, "close"):
                 hook.predictor.close()
             if hook.inner is not None:
@@ -148,6 +163,7 @@ class OffloadHandle:
             if close:
                 store.close()
         self.pools.clear()
+        self.hooks.clear()
 
     def _at_home(self, name: str, device: torch.device) -> dict[str, nn.Parameter]:
         """All experts of a layer, as its module had them."""

@@ -1,10 +1,11 @@
 """``ExpertOffloadHook``: an accelerate hook that lets an experts module compute from a pool of slots."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from accelerate.hooks import ModelHook
+from accelerate.hooks import ModelHook, remove_hook_from_module
 from accelerate.utils import send_to_device
 from torch import nn
 
@@ -26,18 +27,32 @@ def check_hook_options(overlap: bool | None, predictor: Callable | None) -> None
         check_callable("predictor", predictor, "callable")
 
 
+def check_there(layer: str, module: nn.Module) -> None:
+    """Raises ``RuntimeError`` if the experts of ``module`` are nowhere: products with the meta device would give anything."""
+    if any(tensor.is_meta for tensor in expert_tensors(module).values()):
+        raise RuntimeError(f"{layer} must have its experts loaded or offloaded to run: they were removed, or their hook was")
+
+
 class MissingExpertsHook(ModelHook):
-    """Refuses calls of an experts module whose experts are nowhere: products with the meta device would give anything."""
+    """Refuses calls of an experts module whose experts are nowhere."""
 
     def __init__(self, layer: str) -> None:
         self.layer = layer
 
     def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
-        if any(tensor.is_meta for tensor in expert_tensors(module).values()):
-            raise RuntimeError(
-                f"{self.layer} must have its experts loaded or offloaded to run: they were removed with load=False"
-            )
+        check_there(self.layer, module)
         return args, kwargs
+
+
+class DetachedForward:
+    """The forward of a module whose ``ExpertOffloadHook`` was taken away: ``own``, once its experts are there."""
+
+    def __init__(self, layer: str, module: nn.Module, own: Callable[..., torch.Tensor]) -> None:
+        self.layer, self.module, self.own = layer, module, own
+
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        check_there(self.layer, self.module)
+        return self.own(*args, **kwargs)
 
 
 class ExpertOffloadHook(ModelHook):
@@ -56,7 +71,7 @@ class ExpertOffloadHook(ModelHook):
         inner: the accelerate hook that was there; its device handling is kept.
 
     Raises:
-        TypeError, ValueError: an argument of another kind, named.
+        TypeError, ValueError: an argument of another kind, named; attached to a module that has one already.
     """
 
     def __init__(
@@ -91,19 +106,27 @@ class ExpertOffloadHook(ModelHook):
         return torch.is_grad_enabled()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
+        forward = module._old_forward
+        if getattr(getattr(forward, "func", None), "__func__", None) is ExpertOffloadHook._forward:
+            raise ValueError(f"module must have one ExpertOffloadHook, {self.layer} has one already: remove it first")
         spec = check_module(self.layer, module)
         if spec != self.pool.spec:
             raise ValueError(f"pool must hold experts of {spec}, which {self.layer} has, got {self.pool.spec}")
         for name, tensor in expert_tensors(module).items():
             module._parameters[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
         # accelerate looks this attribute up at every call; a hook's pre_forward could not run the module in waves.
-        self._experts = module._old_forward
-        module._old_forward = lambda *args, **kwargs: self._forward(module, *args, **kwargs)
+        self._experts = forward.own if isinstance(forward, DetachedForward) else forward
+        module._old_forward = functools.partial(self._forward, module)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        module._old_forward = self._experts
+        module._old_forward = DetachedForward(self.layer, module, self._experts)
         return module
+
+    def give_back(self, module: nn.Module) -> None:
+        """Detaches this hook for good, from a module that gets its own tensors back."""
+        remove_hook_from_module(module)
+        module.forward = self._experts
 
     def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
         if getattr(self.inner, "io_same_device", False):

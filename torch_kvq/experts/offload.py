@@ -93,6 +93,7 @@ def offload_experts(
             inner.offload = offload
         hook = ExpertOffloadHook(pools[name], name, overlap=overlap, predictor=guess, pools=pools, inner=inner)
         add_hook_to_module(module, hook)
+        handle.hooks[name] = hook
     handle.attach()
     try:
         for name, experts in pins.items():

@@ -21,5 +21,6 @@ def sign_top_p_select(
 def merge_selected(q, keys, values, indices, count, mask, scale, softcap, outs, lses, out, lse, parts=_ops) -> None:
     """``parts`` has the other operators by name."""
     require(outs.dim() == 5 and outs.shape[0] == 2, "outs", "have two pieces", outs)
+    require(lses.shape == outs.shape[:4], "lses", f"have the shape {list(outs.shape[:4])}", lses)
     parts.attend_selected(q, keys, values, indices, count, mask, scale, softcap, outs[1], lses[1])
     parts.merge(outs, lses, out, lse)

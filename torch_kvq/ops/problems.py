@@ -192,6 +192,7 @@ def _require_index(sign, factor, bias, tokens: int, device: torch.device) -> Non
         require_typed("bias", bias, torch.float16, shape, device)
         require_last("bias", bias)
     if sign.numel():
+        require(sign.dim() == 4, "sign", "have 4 dims", sign)
         require_typed("sign", sign, torch.int32, (*shape, sign.shape[-1]), device)
         require_last("sign", sign)
 
@@ -229,7 +230,9 @@ def sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, out) 
     heads = factor.shape[1]
     require(factor.shape[0] == batch, "factor", f"have a batch of {batch}", factor)
     require(heads > 0 and query_heads % heads == 0, "planes", f"have a multiple of {heads} heads", planes)
-    require(sign.shape[-1] == num_words(head_dim), "sign", f"have {num_words(head_dim)} words", sign)
+    words = num_words(head_dim)
+    require(sign.dim() == 4 and sign.shape[-1] == words, "sign", f"have {words} words", sign)
+    require_shape("sign", sign, (*factor.shape, words), out.device)
 
 
 def _require_selection(

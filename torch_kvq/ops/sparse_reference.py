@@ -55,10 +55,12 @@ def _inner_products(planes: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
     weights = 2.0 ** torch.arange(QUERY_BITS, device=planes.device)
     codes = (_to_bits(planes).flatten(-2).float() * weights[:, None]).sum(-2)
     bits = _to_bits(sign).flatten(-2).float()
-    return (_grouped(codes, sign.shape[1]) @ bits.transpose(-1, -2)).reshape(*planes.shape[:3], -1)
+    return (_grouped(codes, sign.shape[1]) @ bits.transpose(-1, -2)).reshape(*planes.shape[:3], bits.shape[-2])
 
 
 def sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, out) -> None:
+    if not out.numel():
+        return
     stop, group = start + out.shape[-1], planes.shape[1] // sign.shape[1]
     sign = sign[:, :, start:stop]
     delta, low, total, base = terms.unsqueeze(-2).unbind(-1)
@@ -92,7 +94,8 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor | None, candidates: torch.T
     if mask is None:
         return scores
     if candidates is not None:
-        mask = mask.gather(-1, _per_row(candidates, scores.shape).long().clamp(0, mask.shape[-1] - 1))
+        places = _per_row(candidates, scores.shape).long().clamp(0, mask.shape[-1] - 1)
+        mask = mask.expand(*scores.shape[:3], -1).gather(-1, places)
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
 
 
@@ -103,7 +106,7 @@ def _per_row(x: torch.Tensor, shape) -> torch.Tensor:
 
 def top_p_select(scores, exact_lse, mask, candidates, top_p, indices, count) -> None:
     selections, capacity, columns = indices.shape[1], indices.shape[2], scores.shape[-1]
-    if not columns:
+    if not scores.numel():
         count.zero_()
         return
     kept, share = _kept(_masked(scores.float(), mask, candidates), exact_lse, top_p)
@@ -150,7 +153,7 @@ def _picked(packed: list[torch.Tensor], places: torch.Tensor, head_dim: int) -> 
 def _scores(q, keys, places, valid, scale) -> torch.Tensor:
     """``scale * q . k`` of rows ``places [B, K, N]``, ``[B, Hq, M, N]`` float32, -inf where not valid."""
     picked = _picked(keys, places, q.shape[-1])
-    scores = (_grouped(q, places.shape[1]) @ picked.transpose(-1, -2)).reshape(*q.shape[:3], -1) * scale
+    scores = (_grouped(q, places.shape[1]) @ picked.transpose(-1, -2)).reshape(*q.shape[:3], picked.shape[-2]) * scale
     return scores.masked_fill(~_per_row(valid, scores.shape), -torch.inf)
 
 
