@@ -193,6 +193,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     in_use = [native.cpu_isa(dtype) for dtype in (torch.bfloat16, torch.float32)]
     args.isas = list(dict.fromkeys(args.isas or in_use)) if args.device == "cpu" else ["packed"]
     given = [tuple(map(int, shape.split(","))) for shape in args.shapes or ()]
+    if wrong := [shape for shape in given if len(shape) not in (4, 5)]:
+        parser.error(f"--shapes must be [B,]Hq,Hk,d,T each, got {wrong[0]}")
     args.shapes = [(1,) * (5 - len(shape)) + shape for shape in given] or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES)
     if args.exact >= min(shape[-1] for shape in args.shapes):
         parser.error(f"--exact must be less than every T, got {args.exact}")

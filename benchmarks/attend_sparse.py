@@ -184,6 +184,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="*", help="[B,]Hq,Hk,d,T each")
     args = parser.parse_args(arguments)
     given = [tuple(map(int, shape.split(","))) for shape in args.shapes or ()]
+    if wrong := [shape for shape in given if len(shape) not in (4, 5)]:
+        parser.error(f"--shapes must be [B,]Hq,Hk,d,T each, got {wrong[0]}")
     args.shapes = [(1,) * (5 - len(shape)) + shape for shape in given] or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES)
     if EXACT >= min(shape[-1] for shape in args.shapes):
         parser.error(f"--shapes must have more than {EXACT} tokens each")

@@ -223,6 +223,7 @@ def test_a_report_is_a_table(capsys):
         (dict(num_queries=0), "num_queries must be an integer of at least 1, got 0"),
         (dict(num_sinks=-1), "num_sinks must be an integer of at least 0, got -1"),
         (dict(window_len=0), "window_len must be an integer of at least 1, got 0"),
+        (dict(window_len=280), "input_ids must have more than 300 tokens .*, got 300"),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):

@@ -121,6 +121,8 @@ def _check(model, input_ids, prefix_len, budgets, num_queries, num_sinks, window
     for name, value, least in (("num_queries", num_queries, 1), ("num_sinks", num_sinks, 0), ("window_len", window_len, 1)):
         check_count(name, value, least)
     least, total = num_sinks + window_len + PAGE_LEN, input_ids.shape[1]
+    if total <= least:
+        raise ValueError(f"input_ids must have more than {least} tokens (sinks, window and a page), got {total}")
     if not isinstance(prefix_len, int) or not least <= prefix_len < total:
         raise ValueError(
             f"prefix_len must be from {least} (sinks, window and a page) to {total - 1} for {total} tokens, got {prefix_len}"

@@ -198,8 +198,9 @@ class OffloadReport:
             f"{'':{width}} {'calls':>7} {'hits':>8} {'misses':>8} {'hit rate':>8} {'evicted':>8} {'MB read':>9} {'stall s':>8}"
         )
         for name, layer in [*stats.layers.items(), ("all layers", stats)]:
+            hit_rate = f"{layer.hit_rate:.3f}" if layer.hits + layer.misses else "-"
             lines.append(
-                f"{name:{width}} {layer.calls:7d} {layer.hits:8d} {layer.misses:8d} {layer.hit_rate:8.3f} {layer.evictions:8d} "
+                f"{name:{width}} {layer.calls:7d} {layer.hits:8d} {layer.misses:8d} {hit_rate:>8} {layer.evictions:8d} "
                 f"{layer.bytes_read / 1e6:9.1f} {layer.stall_seconds:8.2f}"
             )
         return "\n".join(lines)
