@@ -62,7 +62,7 @@ def _check_same(layer, name: str, held: torch.Tensor, x: torch.Tensor) -> None:
     if (x.shape[0], x.shape[1], x.shape[3]) != (held.shape[0], held.shape[1], held.shape[3]):
         raise ValueError(
             f"{name} must keep batch, heads and head dim {(held.shape[0], held.shape[1], held.shape[3])} of layer "
-            f"{layer.index}, got {(x.shape[0], x.shape[1], x.shape[3])}; for other sequences call reset() or make a new cache"
+            f"{layer.index}, got {(x.shape[0], x.shape[1], x.shape[3])}; for other sequences call reset() or take a new cache"
         )
     if x.dtype != held.dtype:
         raise ValueError(f"{name} must keep dtype {held.dtype} of layer {layer.index}, got {x.dtype}")
