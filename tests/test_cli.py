@@ -38,6 +38,7 @@ def test_doctor_names_the_kernels_of_each_dtype_of_query(capsys):
     (None, "the kernels were not built (libkvq_cuda.so is missing)"),
     (b"...KVQ_CUDA_ARCHS=80,90+ptx\0...", "libkvq_cuda.so was built with KVQ_CUDA_ARCHS=80,90+ptx"),
     (b"...", "libkvq_cuda.so was built for GPUs that it does not name"),
+    (b"", "libkvq_cuda.so is empty"),
 ])  # fmt: skip
 def test_doctor_says_what_of_cuda_is_missing(content, said, capsys, monkeypatch, tmp_path):
     if content is not None:

@@ -62,3 +62,11 @@ def test_a_budget_that_selects_everything_says_so_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         forced_logits(model, cache, [ids[:, 160:]])
+
+
+def test_one_answer_is_enough_to_hear_that_everything_is_selected():
+    model, cache = tiny_models.build("llama", "sdpa"), sparse(top_p=0.9999)
+    ids = tiny_models.prompt(1, 160)
+    with pytest.warns(UserWarning, match="RaBitQSparseCache selected") as said:
+        forced_logits(model, cache, [ids[:, :120], *ids[:, 120:].split(1, 1)])
+    assert len([each for each in said if "RaBitQSparseCache selected" in str(each.message)]) == 1

@@ -66,6 +66,8 @@ def build() -> str:
     """What was built for CUDA devices, in words; the library need not be one that loads here."""
     if not LIBRARY.exists():
         return NOT_BUILT
+    if not LIBRARY.stat().st_size:
+        return f"{LIBRARY.name} is empty"
     with LIBRARY.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         archs = re.search(rb"KVQ_CUDA_ARCHS=([\w,+]+)\0", content)
         return f"{LIBRARY.name} was built {f'with {archs[0][:-1].decode()}' if archs else 'for GPUs that it does not name'}"

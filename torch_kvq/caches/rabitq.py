@@ -10,6 +10,8 @@ from .rabitq_layer import RaBitQLayer
 from .settings import RaBitQSettings
 from .sparse_stats import SparseStats
 
+_CHECKED_STEP = 32  # of decoding, at which a selection of nearly everything is said
+
 
 class RaBitQSparseCache(CompressedCache):
     """A drop-in cache for ``model.generate(..., past_key_values=RaBitQSparseCache())`` that reads only what attention needs.
@@ -76,6 +78,7 @@ class RaBitQSparseCache(CompressedCache):
             audit, k_bits, v_bits,
         )  # fmt: skip
         super().__init__(config, settings, SparseStats())
+        self._steps = 0  # of decoding since the last prompt
         if top_p == 1:
             warnings.warn("top_p of 1 selects every token: attention reads the whole cache, and the index on top", stacklevel=2)
 
@@ -86,7 +89,8 @@ class RaBitQSparseCache(CompressedCache):
         return RaBitQHybridLayer(self.settings, self.stats, index, number_of_states)
 
     def _begin_forward(self, fresh: int) -> None:
-        if fresh > 1:
+        self._steps = 0 if fresh > 1 else self._steps + 1
+        if self._steps in (0, _CHECKED_STEP):  # not at each: counts are read from the device
             self.stats.warn_of_everything()
         super()._begin_forward(fresh)
 

@@ -78,7 +78,8 @@ class SparseStats(CacheStats):
 
     def warn_of_everything(self) -> None:
         """Warns, once, if nearly everything was selected so far."""
-        if not self._said_everything and self.select_calls and self.selected_share > 0.9:
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not self._said_everything and self.select_calls and not capturing and self.selected_share > 0.9:
             self._said_everything = True
             warnings.warn(
                 f"{self.owner} selected {self.selected_share:.0%} of the tokens so far: it reads more than dense attention. "
