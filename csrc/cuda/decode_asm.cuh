@@ -40,6 +40,9 @@ __device__ __forceinline__ uint64_t wide_product(uint32_t x, uint32_t y) {
 __device__ __forceinline__ void start_copy(uint32_t to, const void *from) {  // an address in shared memory
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void start_copy_of_8(uint32_t to, const void *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void start_copy(void *to, const void *from) { start_copy(shared_address(to), from); }
 __device__ __forceinline__ void start_copy(void *to, const void *from, bool valid) {  // zeros if not
@@ -59,6 +62,9 @@ template <class X>
 __device__ __forceinline__ void hold(X *&address) {
   asm volatile("" : "+l"(address));
 }
+// The same of an index, and not a second time.
+__device__ __forceinline__ void hold(int &index) { asm volatile("" : "+r"(index)); }
+__device__ __forceinline__ void hold(uint32_t &index) { asm volatile("" : "+r"(index)); }
 
 // Brings the parameters of a launch, which are cold, one word of every 64 bytes.
 template <class Parameters>

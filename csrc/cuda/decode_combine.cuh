@@ -7,6 +7,7 @@ namespace kvq {
 namespace cuda {
 
 constexpr int MANY_ROWS = 512;  // from here on a row is combined by fewer threads
+constexpr int MANY_PARTS = 64;  // more are not asked for at once, but where rows are few and parts many
 
 // How a call is cut, and its scratch. Packed parts come first; part p of head bh and row r is at index
 // (bh * count + p) * rows + r.
@@ -15,7 +16,7 @@ struct Parts {
   float2 *state;  // maximum in log2, sum of the weights
   int packed, exact;
   int first_tile, num_tiles, exact_steps;
-  bool together;  // whether all warps of a CTA work on its few tiles together
+  int room;  // where all warps of a CTA work on its few tiles together: for how many it has memory, else 0
 
   __host__ __device__ int count() const { return packed + exact; }
   __device__ __forceinline__ int64_t index(int bh, int part, int rows) const {
@@ -109,12 +110,13 @@ struct RowEnd {
 };
 
 // One CTA a row. Every warp finds the weights of all parts for itself, in dynamic shared memory [warps][parts]; a
-// thread adds up four dims of every LANES-th part; the first warp ends the row.
-template <class T, int VDIM, int NUM_THREADS>
+// thread adds up four dims of every LANES-th part; the first warp ends the row. LONG: for more than MANY_PARTS.
+template <class T, int VDIM, int NUM_THREADS, bool LONG = false>
 __global__ void __launch_bounds__(NUM_THREADS)
     combine_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
   extern __shared__ float weights[];
-  constexpr int COLUMNS = VDIM / 4, LANES = NUM_THREADS / COLUMNS, AHEAD = NUM_THREADS / 32, EACH = 2;
+  constexpr int COLUMNS = VDIM / 4, LANES = NUM_THREADS / COLUMNS, AHEAD = NUM_THREADS / 32 + 2 * LONG,
+                EACH = LONG ? 3 : 2;
   __shared__ __align__(16) float partial[LANES][2][VDIM], y[VDIM];
   __shared__ float2 totals;  // of all weights, of packed parts'
   int rows = a.rows, bh = blockIdx.x / rows, row = blockIdx.x - bh * rows, t = threadIdx.x, count = parts.count();
@@ -138,7 +140,9 @@ __global__ void __launch_bounds__(NUM_THREADS)
   for (int i = 0; i < AHEAD; i++)
     if (lane < LANES && lane + i * LANES < count)
       ahead[i] = *(const float4 *)(sums + (int64_t)(lane + i * LANES) * rows * VDIM);
-  float most = fmaxf(sink, fmaxf(mine[0].x, mine[1].x));
+  float most = sink;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) most = fmaxf(most, mine[i].x);
   for (int p = in_warp + 32 * EACH; p < count; p += 32) most = fmaxf(most, state[p * rows].x);
   most = largest_of_warp(most);
   float all = 0, packed = 0, *weight = weights + t / 32 * count;

@@ -1,8 +1,9 @@
 // The decode kernel. Grid: (sequence and head, parts, block of rows). A part is a few steps of exact tokens and a run
-// of tiles of packed ones; its warps take them in turn, exact ones first, which are asked for before any tile. A warp
-// copies its own tiles and never waits for another inside the loop: while it sums the values of a tile, the keys of its
-// next one are on their way, and the other way round. Two CTAs of four warps a multiprocessor, with all
-// registers, were faster than three or four, and tiles of 128 tokens faster than of 32.
+// of tiles of packed ones. Four warps take the tiles in turn. Exact tokens have a warp of their own if they are few and
+// registers allow it; else the warps take them in turn too, first. A warp copies its own tiles and never waits for
+// another inside the loop: while it sums the values of a tile, the keys of its next one are on their way, and the other
+// way round. Two CTAs a multiprocessor were faster than three, also where those keep all in registers, than one of
+// eight warps, and than two of six; tiles of 128 tokens were faster than of 32.
 #pragma once
 
 #include "decode_combine.cuh"
@@ -14,6 +15,9 @@ template <int KBITS_, int VBITS_, int DIM_, int VDIM_, bool OCT_>
 struct DecodeShape {
   static constexpr int KBITS = KBITS_, VBITS = VBITS_, DIM = DIM_, VDIM = VDIM_, NUM_ROWS = OCT_ ? 8 : 4;
   static constexpr bool OCT = OCT_, EXACT_APART = DIM > 128;  // exact tokens in CTAs of their own: both do not fit
+  // Whether a fifth warp attends to exact tokens while four work on tiles.
+  static constexpr bool FIFTH = !OCT && !EXACT_APART;
+  static constexpr int LONG_WARPS = FIFTH ? WARPS + 1 : WARPS;
   static constexpr bool SHORT = VDIM <= 32 * WARPS && VDIM % 32 == 0;  // whether there is a kernel of short contexts
   using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
@@ -22,7 +26,10 @@ struct DecodeShape {
   static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
   static constexpr int EXACT_WARP = ExactWarp<__half, DIM, VDIM>::BYTES, ALL_EXACT = WARPS * EXACT_WARP;
   static constexpr int QUERIES = larger(larger(TILES, MERGED), ALL_EXACT), EXACT = QUERIES + Queries<DIM>::BYTES;
-  static constexpr int SHORT_SIZE = EXACT, SIZE = EXACT_APART ? EXACT : EXACT + ALL_EXACT;
+  static constexpr int SIZE = EXACT_APART ? EXACT : EXACT + ALL_EXACT;
+  // Of a CTA with room for some tiles all of whose warps work on them together.
+  static __host__ __device__ constexpr int short_queries(int room) { return larger(4 * room * Tile::SIZE, ALL_EXACT); }
+  static constexpr int short_size(int room) { return short_queries(room) + Queries<DIM>::BYTES; }
 };
 
 // A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one. Its first copies
@@ -90,7 +97,7 @@ __device__ __forceinline__ void store_queries(QueryRows<T, S::DIM> &query, const
 template <class T, class S>
 __device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Parts &parts, char *memory, int b, int h,
                                                    int first_row, int rows) {
-  T *queries = (T *)Queries<S::DIM>(memory + S::QUERIES).raw;
+  T *queries = (T *)Queries<S::DIM>(memory + (parts.room ? S::short_queries(parts.room) : S::QUERIES)).raw;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = (blockIdx.y - parts.packed) * WARPS + warp;
   ExactWarp<T, S::DIM, S::VDIM> mine(memory + warp * S::EXACT_WARP);
   if (part < parts.exact) mine.start_keys(a, b, h, part, lane), mine.start_values(a, b, h, part, lane);
@@ -119,14 +126,14 @@ __device__ __forceinline__ void store_sums(const Warp &packed, const float (&fac
 }
 
 // The warps' sums and states become the part of this CTA, at `index` of the results.
-template <class S, class Results, class Warp>
+template <class S, int NUM_THREADS = THREADS, class Results, class Warp>
 __device__ __forceinline__ void merge_warps(const Results &results, const Warp &packed, float value_step, int64_t index,
                                             int rows, float *sums) {
   constexpr int LIMBS = S::OCT ? 1 : 2, COLUMNS = S::VDIM / 4;
   __shared__ float2 state[WARPS][S::NUM_ROWS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   float sum = packed.row_sum();
-  if (c == 0 && g < S::NUM_ROWS) state[warp][g] = make_float2(packed.top, sum / packed.one());
+  if (warp < WARPS && c == 0 && g < S::NUM_ROWS) state[warp][g] = make_float2(packed.top, sum / packed.one());
   __syncthreads();
   auto top_of = [&](int row) {
     float top = state[0][row].x;
@@ -138,9 +145,9 @@ __device__ __forceinline__ void merge_warps(const Results &results, const Warp &
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     int row = (2 * c + i) & (S::NUM_ROWS - 1);
-    factor[i] = fast_exp2(state[warp][row].x - top_of(row)) * unit;
+    factor[i] = fast_exp2(state[warp & WARPS - 1][row].x - top_of(row)) * unit;
   }
-  store_sums<S>(packed, factor, sums + warp * ROWS * S::MERGE_ROW, g, c);
+  if (warp < WARPS) store_sums<S>(packed, factor, sums + warp * ROWS * S::MERGE_ROW, g, c);
   if (threadIdx.x < rows) {
     float top = top_of(threadIdx.x), all = 0;
 #pragma unroll
@@ -148,7 +155,7 @@ __device__ __forceinline__ void merge_warps(const Results &results, const Warp &
     results.state[index + threadIdx.x] = make_float2(top, all);
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < rows * COLUMNS; i += THREADS) {
+  for (int i = threadIdx.x; i < rows * COLUMNS; i += NUM_THREADS) {
     int row = i / COLUMNS, column = i % COLUMNS;
     float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
@@ -162,75 +169,87 @@ __device__ __forceinline__ void merge_warps(const Results &results, const Warp &
 }
 
 template <class T, class S>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
     decode_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
   extern __shared__ __align__(128) char memory[];
   int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   int rows = min(a.rows - first_row, S::NUM_ROWS);
-  uint32_t *mine = (uint32_t *)memory + warp * S::Tile::SIZE, address = shared_address(mine);
+  const uint32_t *words = (const uint32_t *)memory;
+  uint32_t address = shared_address(words + warp * S::Tile::SIZE);
+  hold(address);
   Queries<S::DIM> queries(memory + S::QUERIES);
-  int exact_steps = S::EXACT_APART ? 0 : (parts.exact_steps + parts.packed - 1 - (int)blockIdx.y) / parts.packed;
-  int tile = parts.tile(blockIdx.y) + (warp - exact_steps & WARPS - 1), stop = parts.tile(blockIdx.y + 1);
+  int slot = S::FIFTH ? (warp + 1) % S::LONG_WARPS : warp, exact_part = slot * parts.packed + blockIdx.y;
+  bool has_exact = !S::EXACT_APART && slot < WARPS && exact_part < parts.exact;
+  int stop = parts.tile(blockIdx.y + 1), tile = parts.tile(blockIdx.y);
+  if constexpr (S::FIFTH)
+    tile = warp == WARPS ? stop : tile + warp;
+  else
+    tile += warp - (parts.exact + parts.packed - 1 - (int)blockIdx.y) / parts.packed & WARPS - 1;
   QueryRows<T, S::DIM> query;
-  query.place(a, b, h, h, first_row + warp, warp < rows, lane);
+  query.place(a, b, h, h, first_row + warp, warp < min(rows, WARPS), lane);
   using Source = TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM>;
   auto start_keys = [&](const Source &source, int tile) {
-    if (tile < stop) source.start_keys(tile, address, lane);
+    source.start_keys(tile, address, lane);
     close_copies();
   };
   auto start_values = [&](const Source &source, int tile) {
-    if (tile < stop) source.start_values(tile, address, lane);
+    source.start_values(tile, address, lane);
     close_copies();
   };
-  ExactWarp<T, S::DIM, S::VDIM> exact(memory + S::EXACT + warp * S::EXACT_WARP);
+  ExactWarp<T, S::DIM, S::VDIM> exact(memory + S::EXACT + slot * S::EXACT_WARP);
   float key_level, value_level;
   {
-    Source source(a, b, h, lane);
+    Source source(a, b, h, stop, lane);
     source.hold(), fetch_parameters(a), fetch_parameters(parts);
     wait_for_kernels_ahead();
     if constexpr (S::EXACT_APART)
       if (blockIdx.y >= parts.packed) return attend_exact_apart<T, S>(a, parts, memory, b, h, first_row, rows);
 
     // Loads that the first steps wait for go first; the tiles' fill the queues of the memory.
-    query.load(a, lane);
+    if (!S::FIFTH || warp < WARPS) query.load(a, lane);
     key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
     value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
-    if (!S::EXACT_APART && warp < exact_steps) {
-      exact.start_keys(a, b, h, warp * parts.packed + blockIdx.y, lane);
-      exact.start_values(a, b, h, warp * parts.packed + blockIdx.y, lane);
+    if (has_exact) {
+      exact.start_keys(a, b, h, exact_part, lane);
+      exact.start_values(a, b, h, exact_part, lane);
     }
     start_keys(source, tile), start_values(source, tile);
   }
   let_next_kernel_begin();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
-  store_queries<S>(query, a, keys.step, queries, b, h, h, first_row, rows, warp, lane);
+  if (!S::FIFTH || warp < WARPS) store_queries<S>(query, a, keys.step, queries, b, h, h, first_row, rows, warp, lane);
   __syncthreads();
-  if (!S::EXACT_APART && warp < exact_steps)
-    attend_exact<T, S, 2>(exact, a, parts, (const T *)queries.raw, b, h, first_row, warp * parts.packed + blockIdx.y,
-                          WARPS * parts.packed, lane);
-  Source source(a, b, h, lane);  // made again: exact tokens need the registers
+  if (has_exact)
+    attend_exact<T, S, 2>(exact, a, parts, (const T *)queries.raw, b, h, first_row, exact_part, parts.exact, lane);
+  Source source(a, b, h, stop, lane);  // made again: exact tokens need the registers
   source.hold();
+  typename S::Packed::Places at(warp * S::Tile::SIZE, g, c);
+  at.hold();
   typename S::Packed packed;
   packed.clear();
   packed.load_queries(queries.bytes, queries.info, g, c);
   int row = g & (S::NUM_ROWS - 1);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
+  // Tiles all of whose scores count as they are.
+  int first_plain = (a.start + TILE_LEN - 1) / TILE_LEN,
+      num_plain = a.softcap > 0 || mask.data ? 0 : max(a.length / TILE_LEN - first_plain, 0);
   for (; tile < stop; tile += WARPS) {
+    bool restricted = (uint32_t)(tile - first_plain) >= (uint32_t)num_plain;
     float x[S::Packed::TOKENS];
     wait_copy_groups<1>();
     __syncwarp();
-    packed.scores(mine, keys, g, c, x);
+    packed.scores(words, at, keys, g, c, x);
     __syncwarp();
     start_keys(source, tile + WARPS);
     wait_copy_groups<1>();
     __syncwarp();
-    packed.add_tile(mine, values, x, tile * TILE_LEN, a.start, a.length, a.softcap, mask, g, c);
+    packed.add_tile(words, at, values, x, restricted, tile * TILE_LEN, a.start, a.length, a.softcap, mask, g, c);
     __syncwarp();
     start_values(source, tile + WARPS);
   }
   int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
-  merge_warps<S>(parts, packed, values.step, index, rows, (float *)memory);
+  merge_warps<S, 32 * S::LONG_WARPS>(parts, packed, values.step, index, rows, (float *)memory);
 }
 
 }  // namespace cuda

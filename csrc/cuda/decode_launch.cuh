@@ -10,32 +10,35 @@ namespace cuda {
 
 constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
 constexpr int SHORT_TILES = WARPS;   // at most, of a CTA whose warps work on them together
+constexpr int FEW_TILES = 2;         // with room for no more, more such CTAs run at the same time
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
 
 template <class T, class S>
 struct DecodeLaunch {
   // CTAs of the card that run at the same time; all cards of a machine are taken to be alike.
   static int blocks_at_once() {
-    static int blocks = count_at_once(decode_kernel<T, S>, THREADS, S::SIZE);
+    static int blocks = count_at_once(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
     return blocks;
   }
+  template <int TILES>
   static int short_blocks_at_once() {
-    static int blocks = count_at_once(short_kernel<T, S>, THREADS, S::SHORT_SIZE);
+    static int blocks = count_at_once(short_kernel<T, S>, THREADS, S::short_size(TILES));
     return blocks;
   }
 
-  // Short contexts: few tiles a CTA, the rest of the card for exact tokens. False if there would be too many tiles.
+  // Short contexts: up to TILES tiles a CTA, the rest of the card for exact tokens. False if there would be more.
+  template <int TILES>
   static bool cut_short(const Attention &a, Parts &parts) {
     if constexpr (!S::SHORT) return false;
-    int64_t at_once = short_blocks_at_once() / (a.batch * a.heads * ceil_div(a.rows, S::NUM_ROWS));
+    int64_t at_once = short_blocks_at_once<TILES>() / (a.batch * a.heads * ceil_div(a.rows, S::NUM_ROWS));
     int64_t exact_ctas = ceil_div(parts.exact_steps, WARPS), packed_ctas = at_once - (exact_ctas > 0);
     if (parts.num_tiles < 1 || packed_ctas < 1) return false;
     int64_t tiles = ceil_div(parts.num_tiles, packed_ctas);
-    if (tiles > SHORT_TILES) return false;
+    if (tiles > TILES) return false;
     parts.packed = (int)ceil_div(parts.num_tiles, tiles);
     if (exact_ctas > at_once - parts.packed) exact_ctas = at_once - parts.packed;
     parts.exact = (int)(parts.exact_steps < WARPS * exact_ctas ? parts.exact_steps : WARPS * exact_ctas);
-    parts.together = true;
+    parts.room = TILES;
     return true;
   }
 
@@ -45,14 +48,16 @@ struct DecodeLaunch {
     parts.first_tile = (int)(a.start / TILE_LEN);
     parts.num_tiles = (int)ceil_div(a.length, TILE_LEN) - parts.first_tile;
     parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
-    if (cut_short(a, parts)) return place(a, scratch, parts);
+    if (cut_short<FEW_TILES>(a, parts) || cut_short<SHORT_TILES>(a, parts)) return place(a, scratch, parts);
     int64_t splits = blocks_at_once() / (heads * row_blocks), most = ceil_div(parts.exact_steps, WARPS);
     int64_t least = ceil_div(parts.num_tiles, WARPS * MAX_WARP_TILES);
     most = most > parts.num_tiles ? most : parts.num_tiles;  // a tile or four steps of exact tokens for each
     least = least > 1 ? least : 1;
     splits = splits > most ? most : splits;
     parts.packed = (int)(splits > least ? splits : least);
-    int most_exact = S::EXACT_APART ? EXACT_PARTS : WARPS * parts.packed;
+    // The fifth warp attends to them alone unless it would work longer than the others: a tile takes two steps' time.
+    bool alone = S::FIFTH && parts.exact_steps <= 4 * parts.packed + 2 * parts.num_tiles / WARPS;
+    int most_exact = S::EXACT_APART ? EXACT_PARTS : alone ? parts.packed : WARPS * parts.packed;
     parts.exact = parts.exact_steps < most_exact ? parts.exact_steps : most_exact;
     return place(a, scratch, parts);
   }
@@ -69,20 +74,23 @@ struct DecodeLaunch {
 
   static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
     Parts parts = parts_of(a, scratch);
-    int64_t apart = S::EXACT_APART || parts.together ? ceil_div(parts.exact, WARPS) : 0;
+    int64_t apart = S::EXACT_APART || parts.room ? ceil_div(parts.exact, WARPS) : 0;
     dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + apart), (unsigned)ceil_div(a.rows, S::NUM_ROWS));
     DecodeArgs args;
     to_args(a, args);
     if constexpr (S::SHORT)
-      if (parts.together) launch_behind(short_kernel<T, S>, grid, THREADS, S::SHORT_SIZE, stream, args, parts);
-    if (!parts.together) launch_behind(decode_kernel<T, S>, grid, THREADS, S::SIZE, stream, args, parts);
+      if (parts.room) launch_behind(short_kernel<T, S>, grid, THREADS, S::short_size(parts.room), stream, args, parts);
+    if (!parts.room) launch_behind(decode_kernel<T, S>, grid, 32 * S::LONG_WARPS, S::SIZE, stream, args, parts);
     int64_t rows = a.batch * a.heads * a.rows;
-    if (rows < MANY_ROWS)
-      launch_behind(combine_kernel<T, S::VDIM, 256>, dim3((unsigned)rows), 256, 32 * parts.count(), stream, args,
-                    parts);
+    auto combine = [&](auto kernel, int threads) {
+      launch_behind(kernel, dim3((unsigned)rows), threads, threads / 8 * parts.count(), stream, args, parts);
+    };
+    if (rows >= MANY_ROWS)
+      combine(combine_kernel<T, S::VDIM, 128>, 128);
+    else if (parts.count() > MANY_PARTS)
+      combine(combine_kernel<T, S::VDIM, 256, true>, 256);
     else
-      launch_behind(combine_kernel<T, S::VDIM, 128>, dim3((unsigned)rows), 128, 16 * parts.count(), stream, args,
-                    parts);
+      combine(combine_kernel<T, S::VDIM, 256>, 256);
   }
 };
 

@@ -68,6 +68,7 @@ __host__ __device__ constexpr float fraction_of(int token, int count) {
 template <int KBITS, int VBITS, int DIM, int VDIM, bool OCT, int SUMMED = VDIM>
 struct PackedWarp {
   using L = TileLayout<KBITS, VBITS, DIM, VDIM>;
+  using Places = TilePlaces<L>;
   using Q = QueryMap<DIM>;
   static constexpr int CHUNKS = SUMMED / 32, REST = SUMMED % 32 / 16, MTILES = SUMMED / 16, LIMBS = OCT ? 2 : 1;
   static constexpr int TOKENS = OCT ? BLOCK_LEN : BLOCK_LEN / 2;  // of a block, whose softmax a lane does
@@ -104,7 +105,7 @@ struct PackedWarp {
     }
   }
 
-  __device__ __forceinline__ Planes<KBITS> key_planes(const uint32_t *sign, const uint32_t *mag, int word) const {
+  static __device__ __forceinline__ Planes<KBITS> key_planes(const uint32_t *sign, const uint32_t *mag, int word) {
     Planes<KBITS> p;
     p.sign = sign[word];
 #pragma unroll
@@ -113,11 +114,9 @@ struct PackedWarp {
   }
 
   // Integer scores of the tokens 2i and 2i + 1 of every block: upper and lower limbs.
-  __device__ __forceinline__ void multiply_keys(const uint32_t *tile, const ByteTable &table, int i, int g, int c,
-                                                int (&acc)[4]) const {
-    int token = 2 * i + (g & 1);
-    const uint32_t *sign = tile + L::key_sign(g >> 1) + token * L::WORDS;
-    const uint32_t *mag = tile + L::key_mag(g >> 1) + token * L::MAG_STRIDE;
+  __device__ __forceinline__ void multiply_keys(const uint32_t *tile, const Places &at, const ByteTable &table, int i,
+                                                int c, int (&acc)[4]) const {
+    const uint32_t *sign = tile + at.key_sign + 2 * i * L::WORDS, *mag = tile + at.key_mag + 2 * i * L::MAG_STRIDE;
     uint32_t b0, b1;
 #pragma unroll
     for (int j = 0; j < 4; j++) acc[j] = 0;
@@ -143,14 +142,14 @@ struct PackedWarp {
   }
 
   // Scores of eight tokens of block c, the 8 * `eight`-th and later, still to be multiplied by row.factor.
-  __device__ __forceinline__ void eight_scores(const uint32_t *tile, const ByteTable &table, int eight, int g, int c,
-                                               float *x) const {
-    uint4 four = ((const uint4 *)(tile + L::KEY_SCALE + c * BLOCK_LEN / 2))[eight];
+  __device__ __forceinline__ void eight_scores(const uint32_t *tile, const Places &at, const ByteTable &table,
+                                               int eight, int c, float *x) const {
+    uint4 four = ((const uint4 *)(tile + at.key_scale))[eight];
     const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       int acc[4];
-      multiply_keys(tile, table, 4 * eight + k, g, c, acc);
+      multiply_keys(tile, at, table, 4 * eight + k, c, acc);
       float2 scale = __half22float2(*(const __half2 *)&pairs[k]);
       x[2 * k] = (float)((int)table.limb * acc[0] + acc[2] + row.half_sum) * scale.x;
       x[2 * k + 1] = (float)((int)table.limb * acc[1] + acc[3] + row.half_sum) * scale.y;
@@ -161,18 +160,18 @@ struct PackedWarp {
   static __device__ __forceinline__ int first_token(int g) { return OCT ? 0 : g / 4 * TOKENS; }
 
   // Of this lane's tokens of block c.
-  __device__ __forceinline__ void scores(const uint32_t *tile, const ByteTable &table, int g, int c,
+  __device__ __forceinline__ void scores(const uint32_t *tile, const Places &at, const ByteTable &table, int g, int c,
                                          float (&x)[TOKENS]) const {
     if constexpr (OCT) {
 #pragma unroll
-      for (int eight = 0; eight < BLOCK_LEN / 8; eight++) eight_scores(tile, table, eight, g, c, x + 8 * eight);
+      for (int eight = 0; eight < BLOCK_LEN / 8; eight++) eight_scores(tile, at, table, eight, c, x + 8 * eight);
     } else {
-      const uint4 *scales = (const uint4 *)(tile + L::KEY_SCALE + (c * BLOCK_LEN + first_token(g)) / 2);
+      const uint4 *scales = (const uint4 *)(tile + at.key_scale + first_token(g) / 2);
 #pragma unroll
       for (int i = 0; i < TOKENS / 2; i++) {
         int first[4], second[4];  // of the two halves
-        multiply_keys(tile, table, i, g, c, first);
-        multiply_keys(tile, table, i + TOKENS / 2, g, c, second);
+        multiply_keys(tile, at, table, i, c, first);
+        multiply_keys(tile, at, table, i + TOKENS / 2, c, second);
         uint4 four = scales[i / 4];
         const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
         float2 scale = __half22float2(*(const __half2 *)&pairs[i % 4]);
@@ -186,14 +185,17 @@ struct PackedWarp {
 
   // Takes the tile's maximum and largest scale where they are higher, and scales what was summed before.
   __device__ __forceinline__ void raise(float most, float scale_top, int c) {
-    for (int o = 16; o; o >>= 1) scale_top = fmaxf(scale_top, __shfl_xor_sync(~0u, scale_top, o));
+    scale_top =
+        __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(scale_top, 0))));  // in the order of integers
     float before = unit;
     if (scale_top > unit) unit = UNIT_SLACK * scale_top;
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     if (!OCT) most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
     most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), top);
     float keep = fast_exp2(top - most) * (before / unit);
+    bool empty = __all_sync(~0u, top == NO_SCORE);  // nothing has been summed
     top = most, sum *= keep, shift = row.bias - top + exponent_of_one();
+    if (empty) return;
     float keep0 = __shfl_sync(~0u, keep, 8 * c), keep1 = __shfl_sync(~0u, keep, 8 * c + 4);
 #pragma unroll
     for (int l = 0; l < LIMBS; l++) {
@@ -282,9 +284,9 @@ struct PackedWarp {
   }
 
   // `first` is the first dim.
-  __device__ __forceinline__ void sum_values(const uint32_t *tile, const ByteTable &table, int g, int c,
+  __device__ __forceinline__ void sum_values(const uint32_t *tile, const Places &at, const ByteTable &table, int g,
                                              const uint32_t (&weight)[LIMBS][4][2], int first = 0) {
-    const uint32_t ones = 0x01010101u, *sign = tile + L::value_sign(c) + first, *mag = tile + L::value_mag(c) + first;
+    const uint32_t ones = 0x01010101u, *sign = tile + at.value_sign + first, *mag = tile + at.value_mag + first;
 #pragma unroll
     for (int l = 0; l < LIMBS; l++)
 #pragma unroll
@@ -362,36 +364,35 @@ struct PackedWarp {
     }
   }
 
-  // The values of a tile whose scores are x; `first` is its first token.
-  __device__ __forceinline__ void add_tile(const uint32_t *tile, const ByteTable &values, float (&x)[TOKENS], int first,
-                                           int start, int stop, float softcap, const RowMask &mask, int g, int c) {
-    int here = c * BLOCK_LEN + first_token(g);
+  // The values of a tile whose scores are x; `first` is its first token. Restricted: see restrict_scores.
+  __device__ __forceinline__ void add_tile(const uint32_t *tile, const Places &at, const ByteTable &values,
+                                           float (&x)[TOKENS], bool restricted, int first, int start, int stop,
+                                           float softcap, const RowMask &mask, int g, int c) {
     uint32_t scale[TOKENS / 2];
-    const uint4 *from = (const uint4 *)(tile + L::VALUE_SCALE + here / 2);
+    const uint4 *from = (const uint4 *)(tile + at.value_scale + first_token(g) / 2);
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++) {
       uint4 v = from[i];
       scale[4 * i] = v.x, scale[4 * i + 1] = v.y, scale[4 * i + 2] = v.z, scale[4 * i + 3] = v.w;
     }
     float factor = row.factor, bias = row.bias;
-    bool restricted = softcap > 0 || mask.data || first < start || first + TILE_LEN > stop;
     if (__builtin_expect(restricted, 0)) {
-      restrict_scores(x, scale, first + here, start, stop, softcap, mask);
+      restrict_scores(x, scale, first + c * BLOCK_LEN + first_token(g), start, stop, softcap, mask);
       factor = 1, bias = 0;
     }
-    float most = x[0];
     __half2 scale_top = *(const __half2 *)&scale[0];
 #pragma unroll
     for (int i = 1; i < TOKENS / 2; i++) scale_top = __hmax2(scale_top, *(const __half2 *)&scale[i]);
+    float most[4] = {x[0], x[1], x[2], x[3]};  // four chains
 #pragma unroll
-    for (int t = 1; t < TOKENS; t++) most = fmaxf(most, x[t]);
-    most = fmaf(most, factor, bias);
+    for (int t = 4; t < TOKENS; t++) most[t % 4] = fmaxf(most[t % 4], x[t]);
+    most[0] = fmaf(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])), factor, bias);
     float scale_most = fmaxf(__low2float(scale_top), __high2float(scale_top));
-    if (__builtin_expect(__any_sync(~0u, most > top + SLACK || scale_most > unit), 0)) raise(most, scale_most, c);
+    if (__builtin_expect(__any_sync(~0u, most[0] > top + SLACK || scale_most > unit), 0)) raise(most[0], scale_most, c);
     float offset = restricted ? exponent_of_one() - top : shift;  // large ones cancel first
     uint32_t weight[LIMBS][4][2];
     weights(x, scale, factor, offset, g, weight);
-    sum_values(tile, values, g, c, weight);
+    sum_values(tile, at, values, g, weight);
   }
 };
 

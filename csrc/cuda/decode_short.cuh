@@ -20,15 +20,17 @@ template <class S>
 struct ShortWarp {
   static constexpr int KBITS = S::KBITS, VBITS = S::VBITS, EIGHT = 8;
   using Packed = PackedWarp<KBITS, VBITS, S::DIM, S::VDIM, S::OCT, 32>;
+  using Places = typename Packed::Places;
   Packed packed;
   float x[WARPS][EIGHT];             // scores of a tile, in log2
   uint32_t scale[WARPS][EIGHT / 2];  // the values'
 
   // Scores of this warp's tokens of tile j; `here` is the first of them in block c.
-  __device__ __forceinline__ void score(const DecodeArgs &a, const uint32_t *tile, const ByteTable &keys, int j,
-                                        bool at_end, int here, const RowMask &mask, int warp, int g, int c) {
-    packed.eight_scores(tile, keys, warp, g, c, x[j]);
-    uint4 four = ((const uint4 *)(tile + S::Tile::VALUE_SCALE + c * BLOCK_LEN / 2))[warp];
+  __device__ __forceinline__ void score(const DecodeArgs &a, const uint32_t *tile, const Places &at,
+                                        const ByteTable &keys, int j, bool at_end, int here, const RowMask &mask,
+                                        int warp, int g, int c) {
+    packed.eight_scores(tile, at, keys, warp, c, x[j]);
+    uint4 four = ((const uint4 *)(tile + at.value_scale))[warp];
     scale[j][0] = four.x, scale[j][1] = four.y, scale[j][2] = four.z, scale[j][3] = four.w;
     if (__builtin_expect(a.softcap > 0 || mask.data || at_end, 0)) {
       packed.restrict_scores(x[j], scale[j], here, a.start, a.length, a.softcap, mask);
@@ -93,8 +95,8 @@ struct ShortWarp {
   }
 
   // Sums of 32 dims from `first` on over tile j.
-  __device__ __forceinline__ void add(const ShortExchange<S> &all, const uint32_t *tile, const ByteTable &values, int j,
-                                      int first, int lane) {
+  __device__ __forceinline__ void add(const ShortExchange<S> &all, const uint32_t *tile, const Places &at,
+                                      const ByteTable &values, int j, int first, int lane) {
     uint32_t weight[Packed::LIMBS][4][2];
 #pragma unroll
     for (int l = 0; l < Packed::LIMBS; l++)
@@ -103,7 +105,7 @@ struct ShortWarp {
         uint2 two = all.weight[j][l][phase][lane];
         weight[l][phase][0] = two.x, weight[l][phase][1] = two.y;
       }
-    packed.sum_values(tile, values, lane / 4, lane % 4, weight, first);
+    packed.sum_values(tile, at, values, lane / 4, weight, first);
   }
 
   // This warp's dims of the part to `sums` [rows][VDIM].
@@ -141,11 +143,11 @@ __global__ void __launch_bounds__(THREADS, 3)
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   int rows = min(a.rows - first_row, S::NUM_ROWS);
   uint32_t *tiles = (uint32_t *)memory, to = shared_address(tiles + warp * S::Tile::SIZE);
-  Queries<S::DIM> queries(memory + S::QUERIES);
+  Queries<S::DIM> queries(memory + S::short_queries(parts.room));
   int first = parts.tile(blockIdx.y), count = parts.tile(blockIdx.y + 1) - first;
   QueryRows<T, S::DIM> query;
   query.place(a, b, h, h, first_row + warp, warp < rows, lane);
-  TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, lane);
+  TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, first + count, lane);
   source.hold(), fetch_parameters(a), fetch_parameters(parts);
   wait_for_kernels_ahead();
   if (blockIdx.y >= parts.packed) {
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(THREADS, 3)
   query.load(a, lane);
   float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
   float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
-  if (warp < count) source.start_keys(first + warp, to, lane), source.start_values(first + warp, to, lane);
+  source.start_keys(first + warp, to, lane), source.start_values(first + warp, to, lane);
   close_copies();
   let_next_kernel_begin();
   ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
@@ -163,6 +165,7 @@ __global__ void __launch_bounds__(THREADS, 3)
   wait_copy_groups<0>();
   __syncthreads();
   ShortWarp<S> mine;
+  const typename ShortWarp<S>::Places at(0, g, c);
   mine.packed.load_queries(queries.bytes, queries.info, g, c);
   int row = g & (S::NUM_ROWS - 1);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
@@ -170,7 +173,7 @@ __global__ void __launch_bounds__(THREADS, 3)
   for (int j = 0; j < WARPS; j++)
     if (j < count) {
       int token = (first + j) * TILE_LEN;
-      mine.score(a, tiles + j * S::Tile::SIZE, keys, j, token < a.start || token + TILE_LEN > a.length,
+      mine.score(a, tiles + j * S::Tile::SIZE, at, keys, j, token < a.start || token + TILE_LEN > a.length,
                  token + c * BLOCK_LEN + ShortWarp<S>::EIGHT * warp, mask, warp, g, c);
     }
   mine.tell_tops(all, count, warp, lane);
@@ -184,7 +187,7 @@ __global__ void __launch_bounds__(THREADS, 3)
     parts.state[index + g] = make_float2(mine.packed.top, sum / mine.packed.one());
   }
   if (32 * warp >= S::VDIM) return;
-  for (int j = 0; j < count; j++) mine.add(all, tiles + j * S::Tile::SIZE, values, j, 32 * warp, lane);
+  for (int j = 0; j < count; j++) mine.add(all, tiles + j * S::Tile::SIZE, at, values, j, 32 * warp, lane);
   mine.store(parts.sums + index * S::VDIM, rows, values.step, 32 * warp, lane);
 }
 

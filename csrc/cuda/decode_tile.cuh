@@ -44,21 +44,39 @@ struct TileLayout {  // all in words
   }
 };
 
-// One (sequence, head) of the stores, and the copies of its tiles by a warp: 16 bytes a lane and instruction.
+// Where lane (g, c) reads of a tile that lies at word `from`: keys of token g % 2 of block g / 2, the rest of block c.
+template <class L>
+struct TilePlaces {
+  int key_sign, key_mag, key_scale, value_sign, value_mag, value_scale;
+  __device__ __forceinline__ TilePlaces(int from, int g, int c)
+      : key_sign(from + L::key_sign(g >> 1) + (g & 1) * L::WORDS),
+        key_mag(from + L::key_mag(g >> 1) + (g & 1) * L::MAG_STRIDE),
+        key_scale(from + L::KEY_SCALE + c * BLOCK_LEN / 2),
+        value_sign(from + L::value_sign(c)),
+        value_mag(from + L::value_mag(c)),
+        value_scale(from + L::VALUE_SCALE + c * BLOCK_LEN / 2) {}
+  __device__ __forceinline__ void hold() {
+    cuda::hold(key_sign), cuda::hold(key_mag), cuda::hold(key_scale);
+    cuda::hold(value_sign), cuda::hold(value_mag), cuda::hold(value_scale);
+  }
+};
+
+// One (sequence, head) of the stores, and the copies of its tiles by a warp: 16 bytes a lane and instruction, of
+// scales 8.
 template <class L, int KBITS, int VBITS, int VDIM>
 struct TileSource {
   const char *key_sign, *key_mag, *value_sign, *value_mag, *key_scale, *value_scale;  // of this lane
-  int num_blocks;                                                                     // that hold tokens
+  int num_blocks, stop, whole;  // blocks that hold tokens; tiles below `stop` are copied, below `whole` without gaps
 
-  __device__ __forceinline__ TileSource(const DecodeArgs &a, int b, int h, int lane) {
+  __device__ __forceinline__ TileSource(const DecodeArgs &a, int b, int h, int stop, int lane) : stop(stop) {
     const StoreArgs &k = a.keys, &v = a.values;
-    auto of = [=](const auto *data, const int *stride) {
-      return (const char *)(data + (int64_t)b * stride[0] + (int64_t)h * stride[1]) + 16 * lane;
+    auto of = [=](const auto *data, const int *stride, int unit = 16) {
+      return (const char *)(data + (int64_t)b * stride[0] + (int64_t)h * stride[1]) + unit * lane;
     };
-    key_sign = of(k.sign, k.sign_stride), key_mag = of(k.mag, k.mag_stride), key_scale = of(k.scale, k.scale_stride);
+    key_sign = of(k.sign, k.sign_stride), key_mag = of(k.mag, k.mag_stride), key_scale = of(k.scale, k.scale_stride, 8);
     value_sign = of(v.sign, v.sign_stride), value_mag = of(v.mag, v.mag_stride);
-    value_scale = of(v.scale, v.scale_stride);
-    num_blocks = (a.length + BLOCK_LEN - 1) / BLOCK_LEN;
+    value_scale = of(v.scale, v.scale_stride, 8);
+    num_blocks = (a.length + BLOCK_LEN - 1) / BLOCK_LEN, whole = min(stop, num_blocks / TILE_BLOCKS);
   }
   // Has the addresses ready here.
   __device__ __forceinline__ void hold() {
@@ -66,39 +84,55 @@ struct TileSource {
     cuda::hold(value_sign), cuda::hold(value_mag), cuda::hold(value_scale);
   }
 
-  // Up to four blocks of WORDS words each from `from` to `shared` + to(block), a place in words.
+  // Blocks of WORDS words each from `from` to `shared` + to(block), a place in words: all four, or the first `blocks`.
+  template <int WORDS, class Place>
+  static __device__ __forceinline__ void copy_tile(const char *from, uint32_t shared, Place to, int lane) {
+    constexpr int UNITS = WORDS / 4;
+    if constexpr (TILE_BLOCKS * UNITS % 32 != 0) {
+      copy_blocks<WORDS>(from, shared, to, TILE_BLOCKS, lane);
+    } else {
+#pragma unroll
+      for (int i = 0; i < TILE_BLOCKS * UNITS; i += 32)
+        if constexpr (UNITS % 32 == 0)
+          start_copy(shared + 4 * to(i / UNITS) + 16 * (i % UNITS) + 16 * lane, from + 16 * i);
+        else
+          start_copy(shared + 4 * to((i + lane) / UNITS) + 16 * ((i + lane) % UNITS), from + 16 * i);
+    }
+  }
   template <int WORDS, class Place>
   static __device__ __forceinline__ void copy_blocks(const char *from, uint32_t shared, Place to, int blocks,
                                                      int lane) {
-    constexpr int UNITS = WORDS / 4, EACH = UNITS / 32;
-    if (UNITS % 32 == 0 && blocks == TILE_BLOCKS) {
-#pragma unroll
-      for (int i = 0; i < TILE_BLOCKS * EACH; i++)
-        start_copy(shared + 4 * to(i / EACH) + 512 * (i % EACH) + 16 * lane, from + 512 * i);
-    } else {
+    constexpr int UNITS = WORDS / 4;
 #pragma unroll 1
-      for (int i = lane; i < blocks * UNITS; i += 32)
-        start_copy(shared + 4 * to(i / UNITS) + 16 * (i % UNITS), from + 16 * (i - lane));
-    }
-  }
-  static __device__ __forceinline__ void copy_scales(const char *from, uint32_t shared, int blocks, int lane) {
-    if (lane < 4 * blocks) start_copy(shared + 16 * lane, from);
+    for (int i = lane; i < blocks * UNITS; i += 32)
+      start_copy(shared + 4 * to(i / UNITS) + 16 * (i % UNITS), from + 16 * (i - lane));
   }
 
-  // Start the copies of a tile's keys or values to an address in shared memory; the caller commits them.
+  template <int SIGN, int MAG, class SignPlace, class MagPlace>
+  __device__ __forceinline__ void start(int tile, const char *sign, const char *mag, const char *scale, uint32_t shared,
+                                        SignPlace sign_to, MagPlace mag_to, int scale_to, int lane) const {
+    uint32_t scales = shared + 4 * scale_to + 8 * lane;
+    sign = advanced(sign, tile, 16 * SIGN), mag = advanced(mag, tile, 16 * MAG);
+    scale = advanced(scale, tile, 2 * TILE_LEN);
+    if (__builtin_expect(tile < whole, 1)) {
+      copy_tile<SIGN>(sign, shared, sign_to, lane), copy_tile<MAG>(mag, shared, mag_to, lane);
+      start_copy_of_8(scales, scale);
+    } else if (tile < stop) {
+      int blocks = num_blocks - tile * TILE_BLOCKS;
+      copy_blocks<SIGN>(sign, shared, sign_to, blocks, lane), copy_blocks<MAG>(mag, shared, mag_to, blocks, lane);
+      if (lane < 8 * blocks) start_copy_of_8(scales, scale);
+    }
+  }
+
+  // Start the copies of a tile's keys or values, if it is below `stop`, to an address in shared memory; the caller
+  // commits them.
   __device__ __forceinline__ void start_keys(int tile, uint32_t shared, int lane) const {
-    constexpr int SIGN = BLOCK_LEN * L::WORDS, MAG = BLOCK_LEN * L::MAG_STRIDE;
-    int blocks = min(num_blocks - tile * TILE_BLOCKS, TILE_BLOCKS);
-    copy_blocks<SIGN>(advanced(key_sign, tile, 16 * SIGN), shared, L::key_sign, blocks, lane);
-    copy_blocks<MAG>(advanced(key_mag, tile, 16 * MAG), shared, L::key_mag, blocks, lane);
-    copy_scales(advanced(key_scale, tile, 2 * TILE_LEN), shared + 4 * L::KEY_SCALE, blocks, lane);
+    start<BLOCK_LEN * L::WORDS, BLOCK_LEN * L::MAG_STRIDE>(tile, key_sign, key_mag, key_scale, shared, L::key_sign,
+                                                           L::key_mag, L::KEY_SCALE, lane);
   }
   __device__ __forceinline__ void start_values(int tile, uint32_t shared, int lane) const {
-    constexpr int MAG = (VBITS - 1) * VDIM;
-    int blocks = min(num_blocks - tile * TILE_BLOCKS, TILE_BLOCKS);
-    copy_blocks<VDIM>(advanced(value_sign, tile, 16 * VDIM), shared, L::value_sign, blocks, lane);
-    copy_blocks<MAG>(advanced(value_mag, tile, 16 * MAG), shared, L::value_mag, blocks, lane);
-    copy_scales(advanced(value_scale, tile, 2 * TILE_LEN), shared + 4 * L::VALUE_SCALE, blocks, lane);
+    start<VDIM, (VBITS - 1) * VDIM>(tile, value_sign, value_mag, value_scale, shared, L::value_sign, L::value_mag,
+                                    L::VALUE_SCALE, lane);
   }
 };
 

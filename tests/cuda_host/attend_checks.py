@@ -23,6 +23,7 @@ FEW_ROW_CASES = [
     for case in CASES
     if case.name in (FEW_ROWS.split() if dim == 128 else "T33 T4097 G8 mask-bool only-exact".split())
 ]
+FEW_ROW_CASES += [Case("body-and-long-exact", tokens=1700, exact=1100, dim=128, dtype=torch.bfloat16)]
 
 
 def named(case: Case) -> str:

@@ -55,9 +55,13 @@ inline void start_copy(void *to, const void *from) { copy_async<16>(to, from); }
 inline uint32_t shared_address(const void *p) { return (uint32_t)((const char *)p - emulated::block.shared); }
 inline void start_copy(uint32_t to, const void *from) { copy_async<16>(emulated::block.shared + to, from); }
 
+inline void start_copy_of_8(uint32_t to, const void *from) { copy_async<8>(emulated::block.shared + to, from); }
+
 inline const char *advanced(const char *p, uint32_t x, uint32_t y) { return p + (uint64_t)x * y; }
 template <class X>
 void hold(X *&) {}
+inline void hold(int &) {}
+inline void hold(uint32_t &) {}
 template <class Parameters>
 void fetch_parameters(const Parameters &) {}
 
