@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
   Source source(a, b, h, stop, lane);  // made again: exact tokens need the registers
   source.hold();
   typename S::Packed::Places at(warp * S::Tile::SIZE, g, c);
-  at.hold();
+  if constexpr (!S::OCT || !S::EXACT_APART) at.hold();  // there all registers are taken
   typename S::Packed packed;
   packed.clear();
   packed.load_queries(queries.bytes, queries.info, g, c);

@@ -12,6 +12,7 @@
 // (OCT) upper and lower bytes are multiplied in turn.
 #pragma once
 
+#include "decode_mask.cuh"
 #include "decode_tile.cuh"
 
 namespace kvq {
@@ -22,7 +23,6 @@ constexpr float QUERY_TOP = 32512.0f;      // of a 16-bit query: 127 * 256
 constexpr float WEIGHT_TOP_LOG2 = 13.99f;  // of a weight at the maximum when it was taken: just below 2 ** 14
 constexpr float SLACK = 1.0f;              // how far, in log2, a score may pass that maximum
 constexpr float UNIT_SLACK = 1.5f;         // how far scales may pass the largest seen
-constexpr float LOG2E = 1.4426950408889634f, NO_SCORE = -1e30f;
 
 // Step and place of query coordinate d among the bytes of a row: [step][lane c][8 codes n].
 template <int DIM>
@@ -41,22 +41,6 @@ struct RowInfo {
   float factor, bias;
   int half_sum;
 };
-
-// Which tokens a row may see; columns of the mask are counted from the first packed token.
-struct RowMask {
-  const char *data;  // null without a mask
-  int64_t stride;    // bytes
-  bool boolean;
-  __device__ __forceinline__ float add(float x, int token) const {
-    if (boolean) return data[token * stride] ? x : -INFINITY;
-    return fmaf(*(const float *)(data + token * stride), LOG2E, x);
-  }
-};
-
-// x and the result are times log2 e: cap tanh(x / cap) = cap (1 - 2 / (1 + exp(2 x / cap))).
-__device__ __forceinline__ float soft_capped(float x, float cap) {
-  return cap * LOG2E * (1.0f - __fdividef(2.0f, 1.0f + fast_exp2(__fdividef(2.0f * x, cap))));
-}
 
 // Fractions that are added before a weight is cut to an integer, spread evenly over `count` tokens, so that
 // weights below one unit are lost on none but counted on some: sums stay unbiased.
