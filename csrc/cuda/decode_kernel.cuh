@@ -15,6 +15,7 @@ template <int KBITS_, int VBITS_, int DIM_, int VDIM_, bool OCT_>
 struct DecodeShape {
   static constexpr int KBITS = KBITS_, VBITS = VBITS_, DIM = DIM_, VDIM = VDIM_, NUM_ROWS = OCT_ ? 8 : 4;
   static constexpr bool OCT = OCT_, EXACT_APART = DIM > 128;  // exact tokens in CTAs of their own: both do not fit
+  static constexpr bool ROOM = !OCT || DIM + VDIM <= 256;     // for addresses in registers
   // Whether a fifth warp attends to exact tokens while four work on tiles.
   static constexpr bool FIFTH = !OCT && !EXACT_APART;
   static constexpr int LONG_WARPS = FIFTH ? WARPS + 1 : WARPS;
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
   int rows = min(a.rows - first_row, S::NUM_ROWS);
   const uint32_t *words = (const uint32_t *)memory;
   uint32_t address = shared_address(words + warp * S::Tile::SIZE);
-  hold(address);
+  if constexpr (S::ROOM) hold(address);
   Queries<S::DIM> queries(memory + S::QUERIES);
   int slot = S::FIFTH ? (warp + 1) % S::LONG_WARPS : warp, exact_part = slot * parts.packed + blockIdx.y;
   bool has_exact = !S::EXACT_APART && slot < WARPS && exact_part < parts.exact;
@@ -225,15 +226,16 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
   Source source(a, b, h, stop, lane);  // made again: exact tokens need the registers
   source.hold();
   typename S::Packed::Places at(warp * S::Tile::SIZE, g, c);
-  if constexpr (!S::OCT || !S::EXACT_APART) at.hold();  // there all registers are taken
+  if constexpr (S::ROOM) at.hold();
   typename S::Packed packed;
   packed.clear();
   packed.load_queries(queries.bytes, queries.info, g, c);
   int row = g & (S::NUM_ROWS - 1);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
-  // Tiles all of whose scores count as they are.
-  int first_plain = (a.start + TILE_LEN - 1) / TILE_LEN,
-      num_plain = a.softcap > 0 || mask.data ? 0 : max(a.length / TILE_LEN - first_plain, 0);
+  // Tiles all of whose scores count as they are are these many from `first_plain` on.
+  const int first_plain = (a.start + TILE_LEN - 1) / TILE_LEN;
+  int num_plain = max(a.length / TILE_LEN - first_plain, 0);
+  if (a.softcap > 0 || mask.data) num_plain = 0;
   for (; tile < stop; tile += WARPS) {
     bool restricted = (uint32_t)(tile - first_plain) >= (uint32_t)num_plain;
     float x[S::Packed::TOKENS];
