@@ -7,15 +7,12 @@
 namespace kvq {
 namespace cuda {
 
-// Adds what is not 0 of `count` cells of this block, a multiple of 4, to those of the item.
+// Adds what is not 0 of `count` cells of this block to those of the item, neighbours by neighbouring lanes.
 template <class To>
 __device__ __forceinline__ void add_cells(To *to, const uint32_t *cells, int count) {
-  for (int i = 4 * threadIdx.x; i < count; i += 4 * ITEM_THREADS) {
-    uint4 four = *(const uint4 *)(cells + i);
-    if (four.x) atomicAdd(&to[i], (To)four.x);
-    if (four.y) atomicAdd(&to[i + 1], (To)four.y);
-    if (four.z) atomicAdd(&to[i + 2], (To)four.z);
-    if (four.w) atomicAdd(&to[i + 3], (To)four.w);
+  for (int i = threadIdx.x; i < count; i += ITEM_THREADS) {
+    uint32_t cell = cells[i];
+    if (cell) atomicAdd(&to[i], (To)cell);
   }
 }
 

@@ -92,25 +92,33 @@ __global__ void __launch_bounds__(MARK_THREADS, has_codes<Score, MASKED>() ? 5 :
     if (t < MARK_ROWS * CODES) cells[t / CODES][t % CODES] = 0;
     __syncthreads();
 #pragma unroll 1
-    for (int step = 0; step < marks.steps && unit_of(step) < marks.words * 4; step++) {
+    for (int step = 0; step < marks.steps; step++) {
       int unit = unit_of(step), first = unit * PIECE, count = columns - first;
-      __align__(16) Piece<Score> pieces[MARK_ROWS];
+      if (unit < marks.words * 4) {
+        __align__(16) Piece<Score> pieces[MARK_ROWS];
+        uint32_t doubt = 0;  // a byte a row
 #pragma unroll
-      for (int r = 0; r < MARK_ROWS; r++) pieces[r].load(scores[r] + first, count);
+        for (int r = 0; r < MARK_ROWS; r++) pieces[r].load(scores[r] + first, count);
 #pragma unroll
-      for (int r = 0; r < MARK_ROWS; r++) {
-        if (from + r >= selection.count()) break;
-        auto marked = [&] {
-          if constexpr (has_codes<Score, MASKED>())
-            return PieceMarks(pieces[r], sure[r], edge[r], count);
-          else
-            return PieceMarks(ScoreRow(p, selection.row(from + r)), pieces[r], MASKED, sure[r], edge[r], first, count);
-        }();
-        kept |= marked.keep << (8 * step), doubts[r][unit] = (uint8_t)marked.doubt;
+        for (int r = 0; r < MARK_ROWS; r++) {
+          if (from + r >= selection.count()) break;
+          auto marked = [&] {
+            if constexpr (has_codes<Score, MASKED>())
+              return PieceMarks(pieces[r], sure[r], edge[r], count);
+            else
+              return PieceMarks(ScoreRow(p, selection.row(from + r)), pieces[r], MASKED, sure[r], edge[r], first, count);
+          }();
+          kept |= marked.keep << (8 * step), doubts[r][unit] = (uint8_t)marked.doubt;
+          doubt |= marked.doubt << (8 * r);
+        }
         if (has_codes<Score, MASKED>())
-          for (uint32_t doubt = marked.doubt; doubt; doubt &= doubt - 1)
-            atomicAdd(&cells[r][code_in_bin(float(scores[r][first + __ffs((int)doubt) - 1]))], 1u);
+          for (; doubt; doubt &= doubt - 1) {
+            int place = __ffs((int)doubt) - 1, r = place / 8;
+            const Score *of_row = r < 2 ? r < 1 ? scores[0] : scores[1] : r < 3 ? scores[2] : scores[3];
+            atomicAdd(&cells[r][code_in_bin(float(of_row[first + place % 8]))], 1u);
+          }
       }
+      __syncwarp();  // else lanes with many in doubt go on alone to the end
     }
     __syncthreads();
     int row = from + t / CODES;
