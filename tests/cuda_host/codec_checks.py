@@ -119,20 +119,25 @@ def check_encode(ops, device, dim, kind, bits, along_tokens, rule, dtype, plain=
 
 
 def check_encode_of_any_magnitude(ops, device, dim, along_tokens, dtype, exact=False):
-    """Vectors of norms from 1e-6 to 1e6 and beyond, those of float16 from 1e-3 to 1e3, next to each other: codes do not
-    depend on it."""
+    """Vectors of norms from 1e-6 to 1e6, some from 1e-18 to 1e17, those of float16 from 1e-3 to 1e3, next to each other:
+    codes do not depend on it. A power of two, though squares are out of float32, changes none."""
     generator = torch.Generator().manual_seed(dim)
     x = torch.randn(2, 3, 80, dim, generator=generator)
     decades = 3 if dtype == torch.float16 else 6
     x = x * 10 ** (decades * (2 * torch.rand(2, 3, 80, 1, generator=generator) - 1))
     if dtype != torch.float16:
-        x[:, :, 7], x[:, :, 40] = 1e25 * x[:, :, 7], 1e-12 * x[:, :, 40]  # 1e19 .. 1e31 and 1e-18 .. 1e-6
+        x[:, :, 7], x[:, :, 40] = 1e11 * x[:, :, 7], 1e-12 * x[:, :, 40]
+        x[:, :, [33, 50]] = torch.randn(2, 3, 2, dim, generator=generator)
     x = x.to(dtype)
     half = not exact and rounds_to_half(dim, "isoquant", along_tokens, dtype, True)
-    huge = torch.zeros(80, dtype=torch.bool)
-    huge[7] = dtype != torch.float16  # the reference's scale is then the largest one
-    ours, theirs = encode_both(ops, device, x, 3, along_tokens, "isoquant", "norm", True, ((0, 80),))
+    ours, theirs = encode_both(ops, device, x, 3, along_tokens, "isoquant", "mse", True, ((0, 80),))
     same_codes(ours, theirs, along_tokens, x, 80, half)
+    if half and dtype != torch.float16:
+        x[:, :, 33], x[:, :, 50] = 2.0**90 * x[:, :, 33], 2.0**-90 * x[:, :, 50]
+        moved_codes = codes(
+            encode_both(ops, device, x, 3, along_tokens, "isoquant", "mse", True, ((0, 80),))[0], along_tokens, dim
+        )
+        assert torch.equal(moved_codes[:, :, :80], codes(ours, along_tokens, dim)[:, :, :80])
 
 
 def check_encode_of_odd_vectors(ops, device, dim, along_tokens, rule, dtype, exact=False):
