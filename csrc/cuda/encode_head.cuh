@@ -43,7 +43,7 @@ struct Head {
   float unit;              // of the coordinates
   int x_bytes;             // from a token to the next
   uint32_t strides[BITS];  // bytes from a token or block to the next
-  int start, stop;         // tokens of the store to encode
+  int start;               // first token of the store to encode
   int rule;
   Dtype dtype;
 };
@@ -215,7 +215,7 @@ struct Parameters {
     if (threadIdx.x == THREADS - 1) {
       head.x = row_at(coding.x, batch, index, 0), head.scales = (__half *)scales_at(s, batch, index), head.unit = unit;
       head.x_bytes = (int)(2 * coding.x.stride[2]), head.rule = coding.rule, head.dtype = coding.x.dtype;
-      head.start = (int)coding.start, head.stop = (int)(coding.start + coding.tokens);
+      head.start = (int)coding.start;
     }
     fill_right(head);
     fill_pack(head.pack);

@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(THREADS, CTAS<DIM>)
       Words<DIM, BITS> &own = words[odd];
 #pragma unroll
       for (int e = 0; e < BITS * Sums<DIM, BITS>::GROUPS; e++)
-        own[e % BITS][e / BITS][pair][half][lane_id()] = make_uint2(codes[0][e % BITS][e / BITS], codes[1][e % BITS][e / BITS]);
+        own[e % BITS][e / BITS][pair][half][lane_id()] =
+            make_uint2(codes[0][e % BITS][e / BITS], codes[1][e % BITS][e / BITS]);
       sync_pair(pair);
       uint32_t kept = valid_tokens(block, 0, start);
       if (valid && kept)
@@ -163,7 +164,8 @@ __global__ void __launch_bounds__(THREADS, CTAS<DIM>)
 // One or a few rounds of as many blocks of threads as there is room for, what ends first.
 inline Plan plan_of(const Coding &c, int64_t resident_warps) {
   constexpr int64_t FILL = 1, MOST_ROUNDS = 4, UNIT = 64;  // FILL: of a head's parameters, in blocks of a pair
-  int64_t heads = c.batch * c.heads, resident = resident_warps / WARPS, most = ceil_div(c.blocks, PAIRS), best = INT64_MAX;
+  int64_t heads = c.batch * c.heads, resident = resident_warps / WARPS, most = ceil_div(c.blocks, PAIRS);
+  int64_t best = INT64_MAX;
   Plan plan{};
   for (int64_t rounds = 1; rounds <= MOST_ROUNDS; rounds++) {
     int64_t fit = rounds * resident / heads, ctas = fit < 1 ? 1 : fit < most ? fit : most;

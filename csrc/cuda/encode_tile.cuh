@@ -2,15 +2,16 @@
 // and of each a quarter of the coordinates, two blocks of four of every word of 32:
 //   d = 4 (8t + 2c + j) + i       t < D/32, j < 2, i < 4
 // Products mix blocks, of each i apart, up to 32 of them at a time; their right factor holds signs and balance too, as
-// the sum of two 16-bit matrices (relative error 2^-17; values need one, which is exact). What mixes the bits of i in a
-// transform of D is part of the blocks of four, which products apply too. From the first products on coordinates are
-// float16 (MIXED ones in units of a power of two where they would not fit), two in a register: as the vectors are 16-bit
-// numbers themselves, that moves a code to its neighbour only where both are about as far from the coordinate.
+// the sum of two 16-bit matrices (relative error 2^-17; values need one, which is exact), their sums begin with what the
+// centre becomes. What mixes the bits of i in a transform of D is part of the blocks of four, which products apply too.
 //
-// The count of instructions decides: 128 coordinates may take 140 of a warp if memory is to take half of the time. So
-// bits are made as 0.0 and 1.0 by comparisons of pairs, and tensor cores gather them into words and add up the products
-// that the norm and the scale need; what it needs of the levels alone is counted in the words. There is a shuffle only
-// where a sum of a token ends.
+// Sums of the first products become float16, two in a register, in units of a power of two where they would not fit. As
+// vectors are 16-bit numbers themselves, that moves a code to its neighbour only where the coordinate lies at the edge,
+// within some 2^-9 of the root mean square: .06 % of the codes of 3 bits, and the squared error stays what it was.
+//
+// Instructions and their latencies decide, not memory. So bits are made as 0.0 and 1.0 by comparisons of pairs, and
+// tensor cores gather them into words and add up the products that the scale needs; what it needs of the levels alone is
+// counted in the words. There is a shuffle only where a sum of a token ends.
 #pragma once
 
 #include "encode_head.cuh"
@@ -80,7 +81,8 @@ __device__ __forceinline__ void mix(const Head<DIM, BITS, VALUES> &head, const u
 #pragma unroll
           for (int tile = 0; tile < C::TILES; tile++) {
             uint32_t flip = step & tile / 2 ? 0x80008000 : 0;
-            mma_half<Half>(sum[tile], a[0], a[1], a[2], a[3], (tile % 2 ? b.z : b.x) ^ flip, (tile % 2 ? b.w : b.y) ^ flip);
+            mma_half<Half>(sum[tile], a[0], a[1], a[2], a[3], (tile % 2 ? b.z : b.x) ^ flip,
+                           (tile % 2 ? b.w : b.y) ^ flip);
           }
         }
       }
@@ -156,20 +158,17 @@ struct Sums {
   }
 };
 
-// Adds all coordinates; edges of token g + 8r are edge[r]. Conditions on `always`, which is never negative, are true; the
-// branches that they make keep the compiler from mixing what comes before and after, for which there are too few
-// registers.
+// Adds all coordinates; edges of token g + 8r are edge[r].
 template <int DIM, int BITS>
 __device__ __forceinline__ void quantise(const Tile<DIM> &y, const uint32_t (&edge)[2][Book<BITS>::LEVELS],
                                          const Book<BITS> &book, const uint4 (&pack)[Cut<DIM>::COLUMNS][WARP],
-                                         int always, Sums<DIM, BITS> &sums) {
+                                         Sums<DIM, BITS> &sums) {
   constexpr int FLAGS = Book<BITS>::FLAGS, LEVELS = Book<BITS>::LEVELS;
   uint32_t level[LEVELS];
 #pragma unroll
   for (int s = 0; s < LEVELS; s++) level[s] = *(volatile const uint32_t *)&book.value[s];  // once
 #pragma unroll
   for (int t = 0; t < DIM / 32; t++) {
-
     uint4 bits = pack[t % 4][lane_id()];
 #pragma unroll
     for (int half = 0; half < 2; half++) {  // i = 2 half and the next
@@ -225,7 +224,7 @@ __device__ __forceinline__ float root(float x) {
 template <int DIM, int BITS>
 using Codes = uint32_t[2][BITS][Sums<DIM, BITS>::GROUPS];
 
-// Norms of mixed coordinates from their squares: of token g, in even lanes, or g + 8.
+// Norms from the squares of mixed coordinates, as what follows only turns them: of token g, in even lanes, or g + 8.
 template <int DIM>
 __device__ __forceinline__ float norm_of(const float (&squares)[2]) {
   constexpr float GAIN = 2 * MIXED * Cut<DIM>::INVERSE_ROOT * (Cut<DIM>::SPANS == 2 ? 1.41421356f : 1);
@@ -261,7 +260,7 @@ __device__ __attribute__((noinline)) Mixed mix_any(const Head<DIM, BITS, VALUES>
     exponent = exponent < -WIDE ? -WIDE : exponent < WIDE ? exponent : WIDE;
     unit *= __uint_as_float((uint32_t)(127 + exponent) << 23);
     unit = unit < 0x1p-126f ? 0x1p-126f : unit < 0x1p126f ? unit : 0x1p126f;
-    share(__fdividef(1, unit), by);
+    share(__uint_as_float((254u << 23) - __float_as_uint(unit)), by);  // 1 / unit
   }
 #pragma unroll
   for (int e = 0; e < DIM / 16; e++)
@@ -293,7 +292,7 @@ __device__ __forceinline__ Mixed mix(const Head<DIM, BITS, VALUES> &head, uint4 
   return mixed;
 }
 
-// Codes of both tokens, of which `mixed` is said; returns the scale of token g, in even lanes, or g + 8.
+// Codes of both tokens; returns the scale of token g, in even lanes, or g + 8, as `mixed` has norm and unit.
 template <int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ float encode_tile(const Head<DIM, BITS, VALUES> &head, const Tile<DIM> &y,
                                              const Mixed &mixed, Codes<DIM, BITS> &codes) {
@@ -308,7 +307,7 @@ __device__ __forceinline__ float encode_tile(const Head<DIM, BITS, VALUES> &head
     for (int r = 0; r < 2; r++) edges[r][s] = pair_of<__half>(edge * rms[r], edge * rms[r]);
   }
   Sums<DIM, BITS> sums;
-  quantise<DIM, BITS>(y, edges, head.book, head.pack, head.stop, sums);
+  quantise<DIM, BITS>(y, edges, head.book, head.pack, sums);
 #pragma unroll
   for (int e = 0; e < 2 * BITS * sums.GROUPS; e++)
     codes[e % 2][e / 2 / sums.GROUPS][e / 2 % sums.GROUPS] = sums.word(e / 2 / sums.GROUPS, e / 2 % sums.GROUPS, e % 2);

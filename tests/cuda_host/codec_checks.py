@@ -94,10 +94,11 @@ def same_codes(ours, theirs, along_tokens, x, tokens, half=False):
     return agree
 
 
-def encode_both(ops, device, x, bits, along_tokens, kind, rule, plain, pieces):
+def encode_both(ops, device, x, bits, along_tokens, kind, rule, plain, pieces, centre=None):
     """Stores of ``x`` from the operator and from the reference, whose unused capacity is the same junk."""
     parts = dict(kind=kind, centre=not plain, balance=not plain, fill=False)
     theirs = make_store(x, bits, along_tokens, **parts)
+    theirs[4] = theirs[4] if centre is None else centre
     ours = moved([part.clone() for part in theirs], device)
     for first, last in pieces:
         piece = x[:, :, first:last].transpose(1, 2).contiguous().transpose(1, 2)
@@ -116,6 +117,15 @@ def check_encode(ops, device, dim, kind, bits, along_tokens, rule, dtype, plain=
     if agree.numel() > 1e6:  # enough for codes at edges to be as good on average
         losses = [(reference.decoded(s, along_tokens, 0, tokens, dim).double() - x).square().sum() for s in (ours, theirs)]
         assert losses[0] / losses[1] - 1 <= 2e-4
+
+
+def check_encode_beside_a_large_centre(ops, device, dim, dtype):
+    """Keys whose channels lie up to hundreds of their own spread from zero: their difference is what is coded."""
+    generator = torch.Generator().manual_seed(dim)
+    centre = 100 * torch.randn(2, 3, dim, generator=generator)
+    x = (centre.unsqueeze(-2) + torch.randn(2, 3, 80, dim, generator=generator)).to(dtype)
+    ours, theirs = encode_both(ops, device, x, 3, False, "isoquant", "unbiased", False, ((0, 80),), centre)
+    same_codes(ours, theirs, False, x, 80, rounds_to_half(dim, "isoquant", False, dtype, False))
 
 
 def check_encode_of_any_magnitude(ops, device, dim, along_tokens, dtype, exact=False):
