@@ -109,6 +109,12 @@ def test_encode_of_any_magnitude(dim, along_tokens, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_encode_beside_a_large_centre(dim, dtype):
+    codec_checks.check_encode_beside_a_large_centre(ops, DEVICE, dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 80])

@@ -9,17 +9,8 @@ namespace kvq {
 namespace cuda {
 namespace halves {
 
-constexpr float SHARP = 1.152921504606847e18f;  // 2^60: times this, any difference of two floats near 1 exceeds 1
-
-// Sum of the coefficients whose bits are all set; bit b of the number of a coefficient belongs to flag b.
-template <int FLAGS>
-__device__ __forceinline__ float linear(const float *coefficients, const float *flags) {
-  if constexpr (FLAGS == 0) return coefficients[0];
-  if constexpr (FLAGS > 0)
-    return fmaf(flags[FLAGS - 1], linear<FLAGS - 1>(coefficients + (1 << (FLAGS - 1)), flags),
-                linear<FLAGS - 1>(coefficients, flags));
-}
-// The same of pairs of float16.
+// Of pairs of float16: sum of the coefficients whose bits are all set; bit b of the number of a coefficient belongs to
+// flag b.
 template <int FLAGS>
 __device__ __forceinline__ uint32_t linear(const uint32_t *coefficients, const uint32_t *flags) {
   if constexpr (FLAGS == 0) return coefficients[0];
@@ -31,7 +22,7 @@ __device__ __forceinline__ uint32_t linear(const uint32_t *coefficients, const u
 template <int BITS>
 struct Book {
   static constexpr int FLAGS = BITS - 1, LEVELS = 1 << FLAGS;  // flag 0 is the top bit of the magnitude
-  float edge[LEVELS];      // [2^depth + s], negative, times SHARP: of the edge that decides flag `depth`
+  float edge[LEVELS];      // [2^depth + s]: of the edge that decides flag `depth`
   uint32_t value[LEVELS];  // [s], pairs of float16: of the level in half steps of the grid, which is exact
   int square[LEVELS];      // [s]: of the square of that level
   float half_step;
@@ -47,7 +38,7 @@ struct Book {
       if (lane >> b & 1 && b < depth) low += 1 << (FLAGS - 1 - b);
     }
     int middle = low + (1 << (FLAGS - 1 - depth));
-    float step = level_of(LEVELS - 1) / (2 * TOP_LEVEL), level = rintf(level_of(magnitude) / step);
+    float step = level_of(LEVELS - 1) * (1 / (2 * TOP_LEVEL)), level = rintf(__fdividef(level_of(magnitude), step));
     float middle_edge = (level_of(middle - 1) + level_of(middle)) / 2, squared = level * level;
 #pragma unroll
     for (int b = 0; b < FLAGS; b++) {
@@ -58,7 +49,7 @@ struct Book {
       if (lane >> b & 1 && b < depth) middle_edge -= other_edge;
     }
     if (lane_id() >= LEVELS) return;
-    edge[lane] = -SHARP * middle_edge, value[lane] = pair_of<__half>(level, level), square[lane] = (int)squared;
+    edge[lane] = middle_edge, value[lane] = pair_of<__half>(level, level), square[lane] = (int)squared;
     if (lane == 0) half_step = step;
   }
 
@@ -79,23 +70,15 @@ struct Book {
     return sum;
   }
 
-  // The flags of two numbers as pairs. `by` is SHARP over the root mean square.
-  __device__ __forceinline__ static void decide_both(float x, float y, float by, const float (&edge)[LEVELS],
-                                                     uint32_t (&flags)[FLAGS]) {
-    float flag_x[FLAGS], flag_y[FLAGS];
-    decide<0>(fabsf(x), by, edge, flag_x), decide<0>(fabsf(y), by, edge, flag_y);
+  // Flag b of pair e of absolute values, as a pair of 0 or 1; of a NaN 0.
+  __device__ __forceinline__ static uint32_t decide(int b, uint32_t sizes, const uint32_t (&edge)[LEVELS],
+                                                    const uint32_t (&flags)[FLAGS][4], int e) {
+    uint32_t above[FLAGS];
 #pragma unroll
-    for (int b = 0; b < FLAGS; b++) flags[b] = pair_of<__half>(flag_x[b], flag_y[b]);
-  }
-
-  // Flags are 0 or 1, those of a NaN 0.
-  template <int DEPTH>
-  __device__ __forceinline__ static void decide(float size, float by, const float (&edge)[LEVELS],
-                                                float (&flags)[FLAGS]) {
-    if constexpr (DEPTH < FLAGS) {
-      flags[DEPTH] = __saturatef(fmaf(size, by, linear<DEPTH>(edge + (1 << DEPTH), flags)));
-      decide<DEPTH + 1>(size, by, edge, flags);
-    }
+    for (int k = 0; k < b; k++) above[k] = flags[k][e];
+    if (b == 0) return above_pair(sizes, linear<0>(edge + 1, above));
+    if (b == 1 && FLAGS > 1) return above_pair(sizes, linear<FLAGS < 2 ? 0 : 1>(edge + (2 & LEVELS - 1), above));
+    return above_pair(sizes, linear<FLAGS < 3 ? 0 : 2>(edge + (4 & LEVELS - 1), above));
   }
 };
 

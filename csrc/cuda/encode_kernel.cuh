@@ -3,29 +3,29 @@
 
 #include "encode_tile.cuh"
 #include "launch.h"
+#include "launches.cuh"
 
 namespace kvq {
 namespace cuda {
 namespace halves {
 
-// What a block of threads does: warps take blocks_per_warp blocks of 32 tokens each, in two parts of 16; or, where that
-// is 0 because there are few, two warps take the parts of one block.
+// Blocks of threads share the 32-token blocks of a head evenly. In each, pairs of warps take turns; each warp of a pair
+// encodes 16 tokens of its block.
+constexpr int PAIRS = WARPS / 2;
 struct Plan {
-  int ctas_per_head, blocks_per_warp;
-  __host__ __device__ int cta_blocks() const { return blocks_per_warp ? blocks_per_warp * WARPS : WARPS / 2; }
+  int ctas_per_head, share, longer;  // of a head; blocks of each, and how many of them have one more
 };
 
-// Words of tokens g and g + 8 of the first parts of blocks, of each thread, then of their last parts.
-constexpr int THREADS = WARPS * WARP;
+// Words of tokens g and g + 8 of the first part of the block of each pair, then of its last part, of each lane.
 template <int DIM, int BITS>
-using Words = uint2[BITS][Sums<DIM, BITS>::GROUPS][2 * THREADS];
+using Words = uint2[BITS][Sums<DIM, BITS>::GROUPS][PAIRS][2][WARP];
 
-// All that a block of threads shares.
+// All that a block of threads shares. Words are those of this round and of the last one, which may still be read.
 template <int DIM, int BITS, bool VALUES>
 struct Shared {
   Head<DIM, BITS, VALUES> head;
   Slots<DIM> slots[WARPS];
-  uint2 words[VALUES ? sizeof(Words<DIM, BITS>) / sizeof(uint2) : 1];
+  uint2 words[VALUES ? 2 * sizeof(Words<DIM, BITS>) / sizeof(uint2) : 1];
 };
 
 // Keys: lane 4g + c has words c of tokens g and g + 8, with D = 256 also words 4 + c.
@@ -61,29 +61,28 @@ __device__ __forceinline__ uint32_t exchange(uint32_t own) {
 }
 
 // Values: 32 x 32 bits are transposed, bytes in registers and their bits between lanes, so that lane 4g + c has the
-// words of coordinates 32 c + 8 r + g. Bits of tokens in `kept` stay. Planes p with p % of == which.
-template <int DIM, int BITS>
+// words of coordinates 32 c + 8 r + g, r = 2 half and the next. Bits of tokens in `kept` stay.
+template <bool KEEPS, int DIM, int BITS>
 __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, int block,
-                                             const Words<DIM, BITS> &words, int slot, uint32_t valid, int which,
-                                             int of) {
-  uint32_t kept = valid_tokens(block, 0, head.start);
+                                             const Words<DIM, BITS> &words, int pair, int half, uint32_t valid,
+                                             uint32_t kept) {
+  uint32_t bytes = half ? 0x7362 : 0x5140;
   int g = lane_id() / 4, c = lane_id() % 4;
 #pragma unroll
   for (int p = 0; p < BITS; p++) {
-    if (p % of != which) continue;
-    uint32_t *plane = (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + g;
+    uint32_t *plane = (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
 #pragma unroll
     for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++) {
-      uint2 first = words[p][group][slot], last = words[p][group][THREADS + slot];
-      uint32_t pairs[4] = {permute_bytes(first.x, first.y, 0x5140), permute_bytes(last.x, last.y, 0x5140),
-                           permute_bytes(first.x, first.y, 0x7362), permute_bytes(last.x, last.y, 0x7362)};
+      uint2 first = words[p][group][pair][0][lane_id()], last = words[p][group][pair][1][lane_id()];
+      uint32_t low = permute_bytes(first.x, first.y, bytes), high = permute_bytes(last.x, last.y, bytes);
 #pragma unroll
-      for (int r = 0; r < 4; r++) {
-        uint32_t word = permute_bytes(pairs[r / 2 * 2], pairs[r / 2 * 2 + 1], r % 2 ? 0x7632 : 0x5410);
+      for (int r = 0; r < 2; r++) {
+        uint32_t word = permute_bytes(low, high, r ? 0x7632 : 0x5410);
         word = exchange<4>(exchange<2>(exchange<1>(word))) & valid;
         uint32_t *to = plane + 128 * group + 8 * r;
         if (c >= DIM / 32) continue;
-        *to = kept ? word | (*to & kept) : word;
+        if (KEEPS) word |= *to & kept;
+        *to = word;
       }
     }
   }
@@ -94,46 +93,23 @@ struct Part {
   int first;
   uint32_t valid;
 };
-// Half `i % 2` of a block, of which the tokens in `valid` are to be written.
-__device__ __forceinline__ Part part_of(int block, int i, uint32_t valid) {
-  return {block * BLOCK_LEN + i % 2 * PART_LEN, valid >> i % 2 * PART_LEN & 0xffff};
-}
 
-// Encodes a part, whose rows have been asked for, and asks for those of the next, whose bits of valid tokens are the
-// upper ones. Words of values go to the slot. Not inlined, as the compiler then would keep the addresses of all that is
-// read here in registers, which there are too few of.
+// Encodes a part, whose rows have been asked for, and asks for those of the next; returns the words.
 template <int DIM, int BITS, bool VALUES>
-__device__ __attribute__((noinline)) void encode_part(int first, int first_of_next, uint32_t valid, int slot) {
-  extern __shared__ uint4 memory[];
-  Shared<DIM, BITS, VALUES> &shared = *(Shared<DIM, BITS, VALUES> *)memory;
-  Head<DIM, BITS, VALUES> &head = shared.head;
-  Slots<DIM> &slots = shared.slots[threadIdx.x / WARP];
-  const uint4 *own = slots[0] + lane_id();
+__device__ __forceinline__ void encode_part(const Head<DIM, BITS, VALUES> &head, Slots<DIM> &slots, const Part &part,
+                                            const Part &next, Codes<DIM, BITS> &codes) {
   Tile<DIM> y;
   wait_copies();
-  if (head.dtype == BFLOAT16)
-    multiply<__nv_bfloat16>(head, own, y);
-  else
-    multiply<__half>(head, own, y);
-  copy_rows<DIM>(head.x, head.x_bytes, first_of_next - head.start, valid >> PART_LEN, slots);
-  Codes<DIM, BITS> codes;
-  float scale = encode_tile<DIM, BITS>(head, y, codes);
+  Mixed mixed = mix(head, slots[0] + lane_id(), part.valid, y);
+  copy_rows<DIM>(head.x, head.x_bytes, next.first - head.start, next.valid, slots);
+  finish_rotation(head, y);
+  float scale = encode_tile<DIM, BITS>(head, y, mixed, codes);
   int lane = lane_id(), token = lane / 4 + lane % 2 * 8;
-  if (lane % 4 < 2 && valid >> token & 1) head.scales[first + token] = __float2half_rn(scale);
-  if constexpr (VALUES) {
-    Words<DIM, BITS> &words = *(Words<DIM, BITS> *)shared.words;
-#pragma unroll
-    for (int p = 0; p < BITS; p++)
-#pragma unroll
-      for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++)
-        words[p][group][slot] = make_uint2(codes[0][p][group], codes[1][p][group]);
-  } else {
-    store_keys<DIM, BITS>(head, first, valid, codes);
-  }
+  if (lane % 4 < 2 && part.valid >> token & 1) head.scales[part.first + token] = __float2half_rn(scale);
 }
 
 template <int DIM>
-constexpr int CTAS = DIM == 64 ? 5 : DIM == 128 ? 4 : 2;  // of a multiprocessor
+constexpr int CTAS = DIM == 256 ? 2 : 4;  // of a multiprocessor
 
 // Tokens that are not there cost time but are neither read nor written.
 template <int DIM, int BITS, bool VALUES>
@@ -142,53 +118,69 @@ __global__ void __launch_bounds__(THREADS, CTAS<DIM>)
   extern __shared__ uint4 memory[];
   Shared<DIM, BITS, VALUES> &shared = *(Shared<DIM, BITS, VALUES> *)memory;
   Head<DIM, BITS, VALUES> &head = shared.head;
-  Words<DIM, BITS> &words = *(Words<DIM, BITS> *)shared.words;
+  auto *words = (Words<DIM, BITS> *)shared.words;
   uint32_t index = blockIdx.x / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
   uint32_t of_batch = index % heads;
-  int warp = warp_id(), start = (int)c.start, stop = (int)(c.start + c.tokens), shares = plan.blocks_per_warp ? 1 : 2;
-  int block = start / BLOCK_LEN + (int)(blockIdx.x % plan.ctas_per_head) * plan.cta_blocks() + warp / shares;
-  uint32_t valid = valid_tokens(block, start, stop);
-  const char *x = row_at(c.x, batch, of_batch, 0);
-  int i = shares == 2 ? warp % 2 : valid & 0xffff ? 0 : 1, end = shares == 2 ? i + 1 : 2 * plan.blocks_per_warp;
-  Part part = part_of(block, i, valid);
-  copy_rows<DIM>(x, (int)(2 * c.x.stride[2]), part.first - start, part.valid, shared.slots[warp]);
-  if (threadIdx.x == 0) {
-    head.x = x, head.scales = (__half *)scales_at(c.store, batch, of_batch), head.x_bytes = (int)(2 * c.x.stride[2]);
-    head.start = start, head.stop = stop, head.rule = c.rule, head.dtype = c.x.dtype;
-  }
-  fill(c, batch, of_batch, head);
-  if (shares == 2) {
-    int slot = warp / 2 * WARP + lane_id();
-    if (part.valid) encode_part<DIM, BITS, VALUES>(part.first, part.first, part.valid, i * THREADS + slot);
-    if constexpr (VALUES) {
-      __syncthreads();
-      if (valid) store_values<DIM, BITS>(head, block, words, slot, valid, i, 2);
-    }
-    return;
-  }
+  int start = (int)c.start, stop = (int)(c.start + c.tokens), pair = warp_id() / 2, half = warp_id() % 2;
+  int cta = (int)(blockIdx.x % plan.ctas_per_head), more = cta < plan.longer ? cta : plan.longer;
+  int block = start / BLOCK_LEN + cta * plan.share + more + pair, end = block - pair + plan.share + (cta < plan.longer);
+  auto part_of = [&](int block, uint32_t valid) {
+    return Part{block * BLOCK_LEN + half * PART_LEN, valid >> half * PART_LEN & 0xffff};
+  };
+  uint32_t valid = block < end ? valid_tokens(block, start, stop) : 0;
+  Part part = part_of(block, valid);
+  wait_for_kernels_ahead();
+  if (plan.share <= PAIRS) let_next_kernel_begin();
+  Parameters<DIM, BITS, VALUES> parameters;
+  parameters.load(c, batch, of_batch);
+  copy_rows<DIM>(row_at(c.x, batch, of_batch, 0), (int)(2 * c.x.stride[2]), part.first - start, part.valid,
+                 shared.slots[warp_id()]);
+  parameters.fill(c, batch, of_batch, head);
 #pragma unroll 1
-  for (; i < end && valid; i++) {
-    int block_of_next = block + i % 2 * WARPS;
-    uint32_t valid_of_next = i + 1 == end ? 0 : i % 2 ? valid_tokens(block_of_next, start, stop) : valid;
-    Part next = part_of(block_of_next, i + 1, valid_of_next);
-    if (part.valid)
-      encode_part<DIM, BITS, VALUES>(part.first, next.first, part.valid | next.valid << PART_LEN,
-                                     i % 2 * THREADS + (int)threadIdx.x);
-    if constexpr (VALUES)
-      if (i % 2) store_values<DIM, BITS>(head, block, words, threadIdx.x, valid, 0, 1);
-    part = next, valid = valid_of_next, block = block_of_next;
+  for (bool odd = false; block - pair < end; block += PAIRS, odd = !odd) {
+    uint32_t valid_of_next = block + PAIRS < end ? valid_tokens(block + PAIRS, start, stop) : 0;
+    Part part = part_of(block, valid);
+    Codes<DIM, BITS> codes;
+    encode_part(head, shared.slots[warp_id()], part, part_of(block + PAIRS, valid_of_next), codes);
+    if constexpr (VALUES) {
+      Words<DIM, BITS> &own = words[odd];
+#pragma unroll
+      for (int e = 0; e < BITS * Sums<DIM, BITS>::GROUPS; e++)
+        own[e % BITS][e / BITS][pair][half][lane_id()] =
+            make_uint2(codes[0][e % BITS][e / BITS], codes[1][e % BITS][e / BITS]);
+      sync_pair(pair);
+      uint32_t kept = valid_tokens(block, 0, start);
+      if (valid && kept)
+        store_values<true>(head, block, own, pair, half, valid, kept);
+      else if (valid)
+        store_values<false>(head, block, own, pair, half, valid, 0);
+    } else {
+      store_keys<DIM, BITS>(head, part.first, part.valid, codes);
+    }
+    valid = valid_of_next;
   }
+}
+
+// One or a few rounds of as many blocks of threads as there is room for, what ends first.
+inline Plan plan_of(const Coding &c, int64_t resident_warps) {
+  constexpr int64_t FILL = 1, MOST_ROUNDS = 4, UNIT = 64;  // FILL: of a head's parameters, in blocks of a pair
+  int64_t heads = c.batch * c.heads, resident = resident_warps / WARPS, most = ceil_div(c.blocks, PAIRS);
+  int64_t best = INT64_MAX;
+  Plan plan{};
+  for (int64_t rounds = 1; rounds <= MOST_ROUNDS; rounds++) {
+    int64_t fit = rounds * resident / heads, ctas = fit < 1 ? 1 : fit < most ? fit : most;
+    int64_t time = ceil_div(heads * ctas, resident) * (ceil_div(UNIT * c.blocks, ctas * PAIRS) + UNIT * FILL);
+    if (time < best) best = time, plan = {(int)ctas, (int)(c.blocks / ctas), (int)(c.blocks % ctas)};
+  }
+  return plan;
 }
 
 template <int DIM, int BITS, bool VALUES>
 void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
   constexpr int bytes = sizeof(Shared<DIM, BITS, VALUES>);
-  int64_t heads = c.batch * c.heads, resident = CTAS<DIM> * WARPS * num_multiprocessors;
-  Plan plan = {0, 2 * heads * c.blocks <= resident ? 0 : (int)ceil_div(heads * c.blocks, resident)};
-  plan.ctas_per_head = (int)ceil_div(c.blocks, plan.cta_blocks());
-  auto kernel = encode<DIM, BITS, VALUES>;
-  if (bytes > 48 << 10) cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  kernel<<<(unsigned)(heads * plan.ctas_per_head), THREADS, bytes, stream>>>(c, plan);
+  Plan plan = plan_of(c, CTAS<DIM> * WARPS * num_multiprocessors);
+  unsigned ctas = (unsigned)(c.batch * c.heads * plan.ctas_per_head);
+  launch_behind(encode<DIM, BITS, VALUES>, dim3(ctas), THREADS, bytes, stream, c, plan);
 }
 
 template <int DIM, int BITS>

@@ -37,5 +37,11 @@ __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c)
   return *(uint32_t *)&sum;
 }
 
+// 1 where a > b, else 0, of pairs of float16.
+__device__ __forceinline__ uint32_t above_pair(uint32_t a, uint32_t b) {
+  __half2 above = __hgt2(*(const __half2 *)&a, *(const __half2 *)&b);
+  return *(uint32_t *)&above;
+}
+
 }  // namespace cuda
 }  // namespace kvq

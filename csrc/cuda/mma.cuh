@@ -34,6 +34,21 @@ __device__ __forceinline__ void mma_half<__nv_bfloat16>(float (&c)[4], uint32_t 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same of float16 with sums in float16, pairs of columns.
+__device__ __forceinline__ void mma_half_pairs(uint32_t (&c)[2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                               uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"
+      : "+r"(c[0]), "+r"(c[1])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// m16n8k8 of float16: registers of half as many k.
+__device__ __forceinline__ void mma_half_k8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
 // Four 8x8 matrices of 16-bit elements, transposed: lane 8 i + r gives the address of row r of matrix i.
 __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const void *shared) {
   uint32_t address = (uint32_t)__cvta_generic_to_shared(shared);

@@ -43,6 +43,15 @@ __device__ __forceinline__ void wait_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Waits for the other warp of pair 0 or 1; each pair of a block of threads comes here as often. Barriers are named by
+// constants, as a block of threads takes them all otherwise.
+__device__ __forceinline__ void sync_pair(int pair) {
+  if (pair)
+    asm volatile("bar.sync 2, 64;" ::: "memory");
+  else
+    asm volatile("bar.sync 1, 64;" ::: "memory");
+}
+
 // x, as a value the compiler knows nothing of: what depends on it is computed where it is used, not kept in registers
 // across a loop.
 __device__ __forceinline__ int opaque(int x) {

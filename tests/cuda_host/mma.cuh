@@ -44,6 +44,21 @@ inline void mma_half(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
     }
   });
 }
+// The same with sums in float16, in pairs of columns.
+inline void mma_half_pairs(uint32_t (&c)[2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
+  float sum[4];
+  for (int e = 0; e < 4; e++) sum[e] = float_of_half<__half>(c[e / 2], e % 2);
+  mma_half<__half>(sum, a0, a1, a2, a3, b0, b1);
+  for (int r = 0; r < 2; r++) {
+    __half2 pair = __floats2half2_rn(sum[2 * r], sum[2 * r + 1]);
+    c[r] = *(uint32_t *)&pair;
+  }
+}
+// m16n8k8: the first half of k.
+inline void mma_half_k8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  mma_half<__half>(c, a0, a1, 0, 0, b, 0);
+}
 
 // Row `lane % 8` of matrix `lane / 8` starts at `row`; lane 4 r + j gets elements 2 j and 2 j + 1 of row r of each matrix,
 // or, transposed, elements r of rows 2 j and 2 j + 1.

@@ -120,6 +120,11 @@ def test_encode_of_any_magnitude(ops, dim, along_tokens):
     codec_checks.check_encode_of_any_magnitude(ops, "cpu", dim, along_tokens, torch.bfloat16)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_encode_beside_a_large_centre(ops, dim):
+    codec_checks.check_encode_beside_a_large_centre(ops, "cpu", dim, torch.bfloat16)
+
+
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 80])
 def test_encode_of_odd_vectors(ops, dim, along_tokens):

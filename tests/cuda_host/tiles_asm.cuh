@@ -13,5 +13,8 @@ inline void wait_copy_groups() {
   emulated::wait_copy_groups(PENDING);
 }
 
+// Waits for all pairs.
+inline void sync_pair(int) { __syncthreads(); }
+
 }  // namespace cuda
 }  // namespace kvq
