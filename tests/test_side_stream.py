@@ -257,12 +257,12 @@ def test_an_index_made_beside_the_prompt_is_the_same():
             delay_beside(keys.device)
             indexed.append(part)
             del part
-            torch.full((2, 8, length, 128), torch.nan, device="cuda")
-        indices.append(indexed.index())
-    for name in ("sign", "factor"):
-        ours, theirs = (getattr(index, name)[:, :, :16384] for index in indices)
-        assert torch.equal(ours, theirs), f"{(ours != theirs).sum()} of {ours.numel()} differ in {name}"
-    assert not any(index.later for index in indices)
+            [torch.full((2, 8, length, 128), torch.nan, device="cuda") for _ in range(4)]
+        index = indexed.index()
+        indices.append([x[:, :, :16384].clone() for x in (index.sign, index.factor)])
+        assert not index.later
+    for ours, theirs in zip(*indices):
+        assert torch.equal(ours, theirs), f"{(ours != theirs).sum()} of {ours.numel()} differ"
 
 
 @pytest.mark.gpu
