@@ -52,7 +52,7 @@ BARS = {
 
 # Three of them show the path of every kernel; all are measured where the number of tokens is asked for.
 @pytest.mark.parametrize("name", BARS if "KVQ_TEST_SCORED" in os.environ else ("p .95", "refined", "3 bit, refined"))
-def test_smollm2(smollm2, name, capsys):
+def test_smollm2(smollm2, name, exact_once, capsys):
     options, budget, mass, kl = BARS[name]
     dtype = smollm2[0].dtype
     got, stats = measured(smollm2, **options)

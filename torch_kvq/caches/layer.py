@@ -257,7 +257,7 @@ class CompressedLayer(CacheLayerMixin):
             self.order = sinks_first(leading_padding(valid), settings.num_sinks, tokens)
         if self.order is not None:
             keys, values = self.order.to_stored(keys, 2), self.order.to_stored(values, 2)
-            self.exact.key_buffer, self.exact.value_buffer = keys, values
+            self.exact.hold(keys, values)
             valid = self.order.to_stored(valid, 1)
         body = slice(settings.num_sinks, None)
         valid = None if valid is None else valid[:, body]
