@@ -59,7 +59,7 @@ def text_ids(tokenizer, num_tokens: int, texts: int = 4) -> torch.Tensor:
     return torch.tensor([tokenizer(text, add_special_tokens=False).input_ids[:num_tokens] for text in rows])
 
 
-@pytest.fixture(params=["in use", native.INTEGER])
+@pytest.fixture
 def kernels(request, smollm2):
     """The kernels of float32 queries as they are, and on the CPU the integer ones that answer 16-bit queries."""
     if request.param == "in use":
@@ -75,7 +75,11 @@ def kernels(request, smollm2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits, kl, top1, delta", [(3, 0.012, 0.95, 0.015), (4, 0.004, 0.97, 0.015)])
+@pytest.mark.parametrize(
+    "kernels, bits, kl, top1, delta",
+    [("in use", 3, 0.012, 0.95, 0.015), ("in use", 4, 0.004, 0.97, 0.015), (native.INTEGER, 3, 0.012, 0.95, 0.015)],
+    indirect=["kernels"],
+)
 def test_smollm2_at_default_settings(smollm2, bits, kl, top1, delta, kernels, exact_once, capsys):
     model, tokenizer = smollm2
     ids = text_ids(tokenizer, 1024 + SCORED).to(model.device)

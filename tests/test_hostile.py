@@ -1,10 +1,8 @@
 """Misuse and corners that were once answered wrongly: each test failed when it was written."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+import demo
 import op_cases
 import pytest
 import tiny_models
@@ -244,9 +242,8 @@ def test_fidelity_of_a_model_in_training_mode_is_refused():
 
 
 @pytest.mark.parametrize("option, value", [("--prompt-len", "0"), ("--new-tokens", "1")])
-def test_demo_refuses_lengths_it_cannot_show(option, value):
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "examples/demo.py", option, value]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
-    assert run.returncode == 2 and f"{option} must be at least {int(value) + 1}, got {value}" in run.stderr
+def test_demo_refuses_lengths_it_cannot_show(option, value, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo.py", option, value])
+    with pytest.raises(SystemExit, match="2"):
+        demo.main()
+    assert f"{option} must be at least {int(value) + 1}, got {value}" in capsys.readouterr().err
