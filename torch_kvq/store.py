@@ -197,14 +197,14 @@ class ExactStore:
         """New buffers of ``capacity`` tokens in the place of those there are."""
         keys, values = self.key_buffer, self.value_buffer
         shapes = [(*x.shape[:2], capacity, x.shape[3]) for x in (keys, values)]
-        self._owned = True
         if shapes[0] != shapes[1] or keys.dtype != values.dtype:
             self.hold(*(empty(shape, x.dtype, x.device) for shape, x in zip(shapes, (keys, values))))
-            return
-        batch, *rest = shapes[0]
-        with torch.inference_mode(False):
-            self._both = torch.empty((2 * batch, *rest), dtype=keys.dtype, device=keys.device)
-            self.key_buffer, self.value_buffer = self._both[:batch], self._both[batch:]
+        else:
+            batch, *rest = shapes[0]
+            with torch.inference_mode(False):
+                self._both = torch.empty((2 * batch, *rest), dtype=keys.dtype, device=keys.device)
+                self.key_buffer, self.value_buffer = self._both[:batch], self._both[batch:]
+        self._owned = True
 
     @property
     def keys(self) -> torch.Tensor:
