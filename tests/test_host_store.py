@@ -14,6 +14,7 @@ from test_sparse_cache import sparse
 from torch_kvq import RaBitQSparseCache, sparse_store
 from torch_kvq.host_memory import HostMemory, pages
 from torch_kvq.sparse_store import HOST_GROWTH_SHARE, SIDE_LEN, RowStore
+from torch_kvq.store import ExactStore
 
 
 class Memory:
@@ -103,8 +104,9 @@ def test_memory_that_is_refused_has_a_name_and_loses_nothing(mapped, monkeypatch
     assert torch.equal(store.tensors()[0][:, :, :300], x)
 
 
-def test_tokens_that_do_not_fit_stay_exact(monkeypatch):
-    """The keys have their place already when the values are refused."""
+@pytest.mark.parametrize("refused_to", ["values", "exact"])
+def test_tokens_that_do_not_fit_stay_exact(refused_to, monkeypatch):
+    """The keys have their place already when the values are refused, and both when those that stay exact are."""
     model = tiny_models.build("llama", "sdpa")
     ids = tiny_models.prompt(1, 200)
     pieces = [ids[:, :100], *ids[:, 100:].split(1, 1)]
@@ -112,15 +114,17 @@ def test_tokens_that_do_not_fit_stay_exact(monkeypatch):
     got, refused = [], 0
     forced_logits(model, cache, pieces[:1])
     for piece in pieces[1:]:
-        values, append = cache.layers[0].values_store, RowStore.append
+        layer = cache.layers[0]
+        owner, name = (RowStore, "append") if refused_to == "values" else (ExactStore, "_open")
+        full, grow = layer.values_store if refused_to == "values" else layer.exact, getattr(owner, name)
         with monkeypatch.context() as patch:
 
-            def refuse(self, x):
-                if self is values:  # noqa: B023
+            def refuse(self, *args):
+                if self is full:  # noqa: B023
                     raise RuntimeError("no memory")
-                append(self, x)  # noqa: B023
+                grow(self, *args)  # noqa: B023
 
-            patch.setattr(RowStore, "append", refuse)
+            patch.setattr(owner, name, refuse)
             try:
                 got.append(forced_logits(model, cache, [piece]))
                 continue

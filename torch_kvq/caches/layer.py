@@ -236,14 +236,17 @@ class CompressedLayer(CacheLayerMixin):
         keys, values = self.exact.keys, self.exact.values
         sinks, tokens = self.num_sinks, self.exact.length - self.num_sinks - self.settings.window_len - spare
         stop = sinks + tokens
-        self.keys_store.append(keys[:, :, sinks:stop])
+        grown: list[TokenBuffers] = []
         try:
-            self.values_store.append(values[:, :, sinks:stop])
+            for store, x in ((self.keys_store, keys), (self.values_store, values)):
+                store.append(x[:, :, sinks:stop])
+                grown.append(store)
+            del keys, values, x
+            self.exact.drop(sinks, stop, self.settings.exact_len)
         except RuntimeError:  # no memory: the tokens stay exact, and this can be tried again
-            self.keys_store.drop_last(tokens)
+            for store in grown:
+                store.drop_last(tokens)
             raise
-        del keys, values
-        self.exact.drop(sinks, stop, self.settings.exact_len)
         self.count_packed(tokens)
         self._account()
 
