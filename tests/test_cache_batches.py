@@ -109,21 +109,6 @@ def test_reorder_reaches_every_kind_of_layer(family):
     assert relative_error(got, wanted) <= 1e-4
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", [IsoQuantCache, RaBitQSparseCache])
-def test_a_prompt_that_the_cache_is_past_is_named(kind, attn):
-    """``generate`` takes what a cache holds for the beginning of the prompt, and nothing is left of a shorter one."""
-    model, ids, cache = tiny_models.build("llama", attn), tiny_models.prompt(1, 60), kind()
-    options = {cache_keyword(): cache, "max_new_tokens": 4, "do_sample": False}
-    first = model.generate(ids, **options)
-    with pytest.raises(ValueError, match=r"input_ids must go on behind the 63 tokens .* call reset\(\) or take a new cache"):
-        model.generate(ids[:, :20], **options)
-    again = model.generate(first, **options)
-    assert torch.equal(again[:, :64], first) and again.shape[1] == 68
-    cache.reset()
-    assert model.generate(ids[:, :20], **options).shape[1] == 24
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

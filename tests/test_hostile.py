@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from oracle import forced_logits, oracle_cache, relative_error
 from transformers import DynamicCache, EncoderDecoderCache, FalconConfig, FalconForCausalLM, LlamaConfig
 
-from torch_kvq import IsoQuantCache, backends
+from torch_kvq import IsoQuantCache, RaBitQSparseCache, backends
 from torch_kvq._requirements import cache_keyword
 from torch_kvq.codecs.codebook import lloyd_max
 from torch_kvq.codecs.rotation import KINDS, make_rotation
@@ -239,6 +239,21 @@ def test_fidelity_of_a_model_in_training_mode_is_refused():
     model = tiny_models.build("llama").train()
     with pytest.raises(ValueError, match="model must be in eval mode"):
         fidelity(model, tiny_models.prompt(1, 120), IsoQuantCache, 100)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", [IsoQuantCache, RaBitQSparseCache])
+def test_a_prompt_that_the_cache_is_past_is_named(kind, attn):
+    """``generate`` takes what a cache holds for the beginning of the prompt, and nothing is left of a shorter one."""
+    model, ids, cache = tiny_models.build("llama", attn), tiny_models.prompt(1, 60), kind()
+    options = {cache_keyword(): cache, "max_new_tokens": 4, "do_sample": False}
+    first = model.generate(ids, **options)
+    with pytest.raises(ValueError, match=r"input_ids must go on behind the 63 tokens .* call reset\(\) or take a new cache"):
+        model.generate(ids[:, :20], **options)
+    again = model.generate(first, **options)
+    assert torch.equal(again[:, :64], first) and again.shape[1] == 68
+    cache.reset()
+    assert model.generate(ids[:, :20], **options).shape[1] == 24
 
 
 @pytest.mark.parametrize("option, value", [("--prompt-len", "0"), ("--new-tokens", "1")])

@@ -212,9 +212,8 @@ def test_each_head_keeps_the_fewest_that_reach_p(name, lse, top_p, dtype):
             assert mass >= top_p - 1e-5 or kept == visible
             least = min((row[t] for t in kept), default=math.inf)
             assert kept == {t for t in visible if row[t] >= least}  # a threshold, ties together
-            if kept:
-                without = [t for t in kept if row[t] > least]
-                assert exact[b, h, 0] + share[b, h, 0, without].sum() < top_p + 1e-5
+            without = [t for t in kept if row[t] > least]
+            assert not kept or exact[b, h, 0] + share[b, h, 0, without].sum() < top_p + 1e-5
 
 
 def test_a_group_and_its_query_tokens_share_one_selection():
