@@ -13,6 +13,7 @@ do, timed by events; on MPS a queue of calls between two synchronisations.
 """
 
 import argparse
+import copy
 from collections.abc import Callable
 
 import attend_tables
@@ -102,14 +103,14 @@ def flush_call(k: torch.Tensor, v: torch.Tensor, bits: int, exact: int, dtype: t
     """What a cache with ``exact`` tokens does once in ``FLUSH_LEN`` steps: packs a block, moves the tokens that stay exact."""
     num_sinks, capacity, held = min(NUM_SINKS, exact), exact + FLUSH_LEN, ExactStore()
     held.keep(*(x[:, :, :capacity].to(dtype) for x in (k, v)), capacity)
-    buffers, packed = (held.key_buffer, held.value_buffer), stores(k[:, :, :FLUSH_LEN], v[:, :, :FLUSH_LEN], bits)
+    packed = stores(k[:, :, :FLUSH_LEN], v[:, :, :FLUSH_LEN], bits)
 
     def flush() -> None:
-        (held.key_buffer, held.value_buffer), held.length = buffers, capacity
-        for store, x in zip(packed, (held.keys, held.values)):
+        full = copy.copy(held)
+        for store, x in zip(packed, (full.keys, full.values)):
             store.length = 0
             store.append(x[:, :, num_sinks : num_sinks + FLUSH_LEN])
-        held.drop(num_sinks, num_sinks + FLUSH_LEN, capacity)
+        full.drop(num_sinks, num_sinks + FLUSH_LEN, capacity)
 
     return dict(flush=flush)
 

@@ -21,7 +21,7 @@ import recall_tables
 import sparse_generate_tables
 
 matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 VIEWS = {
@@ -37,6 +37,8 @@ CAPTIONS = {"recall": "mass kept against budget"}  # else speed and bytes agains
 BLOCK = re.compile(r"(<!-- (\w+) (\w+): begin -->\n).*?(<!-- \2 \3: end -->)", re.DOTALL)
 MISSING = "Not measured yet."
 COLOURS = {"dynamic": "#777777", "quanto": "#4a7ba6", "hqq": "#8a6bb0", "isoquant": "#c8442e"}
+LINES = {"hqq": "--"}  # its bytes are those of quanto
+LEGEND_COLUMNS = 3
 
 
 def read(root: pathlib.Path) -> dict[str, dict]:
@@ -75,12 +77,13 @@ def filled(document: pathlib.Path, results: dict[str, dict], root: pathlib.Path)
 
 
 def draw(result: dict, picture: pathlib.Path) -> None:
-    """Two panels with the drawing of the benchmark."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    """Two panels with the drawing of the benchmark, the legend of both below them."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     DRAWINGS[result["benchmark"]](result, *panels)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, fontsize=8)
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False, fontsize=8)
     figure.savefig(picture, dpi=150)
     pyplot.close(figure)
 
@@ -88,8 +91,15 @@ def draw(result: dict, picture: pathlib.Path) -> None:
 def against_context(result: dict, *panels) -> None:
     for axes in panels:
         axes.set(xlabel="context length, tokens", xscale="log")
-        axes.set_xticks(*zip(*[(tokens, f"{tokens:,}") for tokens in contexts(result)]), rotation=30)
+        axes.set_xticks(*zip(*[(tokens, f"{tokens:,}") for tokens in contexts(result)]))
         axes.minorticks_off()
+
+
+def in_megabytes(axes) -> None:
+    """Bytes grow as the context does: both in logarithms, so that the line is straight."""
+    axes.set(yscale="log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,g}")
 
 
 def contexts(result: dict) -> list[int]:
@@ -104,14 +114,14 @@ def draw_generate(result: dict, speed, size) -> None:
         rows = [row for tokens in contexts(result) if (row := generate_tables.fastest(result, tokens, (cache,)))]
         places, rates = [row["context"] for row in rows], [row["rate"] for row in rows]
         extremes = [[row["rate"] - row["rate_min"] for row in rows], [row["rate_max"] - row["rate"] for row in rows]]
-        style = dict(marker="o", color=COLOURS[cache], label=generate_tables.TITLES[cache])
+        style = dict(marker="o", linestyle=LINES.get(cache, "-"), color=COLOURS[cache], label=generate_tables.TITLES[cache])
         speed.errorbar(places, rates, extremes, capsize=3, **style)
         least = [min(row["kv_bytes"] for row in generate_tables.measured(result, tokens, (cache,))) for tokens in places]
         size.plot(places, [num_bytes / 1e6 for num_bytes in least], **style)
     speed.set_title("tokens a second, each cache in its faster dtype", loc="left", fontsize=10)
     size.set_title("resident keys and values, MB, smaller dtype", loc="left", fontsize=10)
     speed.set(ylim=(0, None))
-    size.set(ylim=(0, None))
+    in_megabytes(size)
     against_context(result, speed, size)
 
 
@@ -131,7 +141,7 @@ def draw_attend(result: dict, speed, size) -> None:
     speed.set_title("speed-up over the best dense attention", loc="left", fontsize=10)
     size.set_title("keys and values of one layer, MB (dotted: bfloat16)", loc="left", fontsize=10)
     speed.set(ylim=(0, None))
-    size.set(yscale="log")
+    in_megabytes(size)
     against_context(result, speed, size)
 
 

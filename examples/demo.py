@@ -122,21 +122,18 @@ def show_growth(sizes: dict[str, list[int]], dtype: str) -> None:
 
 def draw_growth(sizes: dict[str, list[int]], dtype: str) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for (name, column), colour in zip(sizes.items(), ("#777777", "#c8442e")):
-        axes.plot(LENGTHS, [size / 2**20 for size in column], marker="o", color=colour)
-        axes.annotate(
-            name,
-            (LENGTHS[-1], column[-1] / 2**20),
-            xytext=(-8, 8),
-            textcoords="offset points",
-            ha="right",
-            color=colour,
-        )
+    looks = zip(sizes.items(), ("#777777", "#c8442e"), (8, -24))  # names lie off the two lines, ratios between them
+    for (name, column), colour, below in looks:
+        sizes_mib = [size / 2**20 for size in column]
+        axes.plot(LENGTHS, sizes_mib, marker="o", color=colour)
+        place = (LENGTHS[-1], sizes_mib[-1])
+        axes.annotate(name, place, xytext=(-8, below), textcoords="offset points", ha="right", color=colour)
     for length, dense, ours in zip(LENGTHS, *sizes.values()):
         if length >= LABELS_FROM:
             place = (length, ours / 2**20)
-            axes.annotate(f"{dense / ours:.1f}x", place, xytext=(0, -15), textcoords="offset points", ha="center")
-    axes.set(xlabel="context length, tokens", ylabel="resident keys and values, MiB", ylim=(0, None), xlim=(0, None))
+            axes.annotate(f"{dense / ours:.1f}x", place, xytext=(0, 7), textcoords="offset points", ha="center")
+    most = 1.1 * max(map(max, sizes.values())) / 2**20
+    axes.set(xlabel="context length, tokens", ylabel="resident keys and values, MiB", ylim=(0, most), xlim=(0, None))
     axes.set_title(f"SmolLM2-135M, {dtype}: bytes that a cache holds", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(PICTURE, dpi=150)

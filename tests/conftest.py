@@ -1,6 +1,7 @@
 """What every test shares: one seed, few threads, and the real model where its package is installed."""
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -9,6 +10,8 @@ import pytest
 import real_models
 import torch
 import transformers
+
+from torch_kvq.evaluate import fidelity
 
 
 def pytest_configure(config):
@@ -40,6 +43,26 @@ def smollm2():
     dtype = getattr(torch, os.environ.get("KVQ_TEST_DTYPE", "float32"))
     model, tokenizer = real_model("smollm2-135m", dtype)
     return model.to(os.environ.get("KVQ_TEST_DEVICE", "cpu")), tokenizer
+
+
+@pytest.fixture(scope="module")
+def exact_once():
+    """Has ``fidelity`` compute the exact side of the same texts once, whatever caches are compared with it."""
+    module = sys.modules[fidelity.__module__]
+    compute, known = module._log_probs, {}
+
+    def once(model, input_ids, cache, keep):
+        if type(cache) is not transformers.DynamicCache:
+            return compute(model, input_ids, cache, keep)
+        key = id(model), keep, tuple(input_ids.flatten().tolist())
+        if key not in known:
+            known.clear()
+            known[key] = compute(model, input_ids, cache, keep)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_log_probs", once)
+        yield
 
 
 def real_model(name: str, dtype: torch.dtype = torch.float32):

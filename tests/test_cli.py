@@ -1,5 +1,10 @@
 """``torch-kvq doctor`` says what runs and fails when an operator is wrong."""
 
+import contextlib
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -49,6 +54,32 @@ def test_doctor_says_what_of_cuda_is_missing(content, said, capsys, monkeypatch,
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
         cli.main(["doctor"])
         assert f"\nCUDA kernels: none in use, {missing}; {said}\n" in capsys.readouterr().out
+
+
+def test_doctor_reports_what_an_import_refuses():
+    environment = {**os.environ, "KVQ_CUDA": "native", "KVQ_CPU_ISA": "best", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "torch_kvq", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "\nREFUSED: KVQ_CUDA=native cannot be: " in done.stdout and "attend_selected" in done.stdout
+    assert "\nREFUSED: KVQ_CPU_ISA must be one of avx512vnni, " in done.stdout
+
+
+@pytest.mark.parametrize("command, reports", [
+    ("python -m torch_kvq doctor --selftest", True),
+    ("python -m torch_kvq.cli doctor", True),
+    ("python /usr/bin/torch-kvq doctor", True),
+    ("python train.py doctor", False),
+    ("python -m torch_kvq", False),
+])  # fmt: skip
+def test_no_one_else_goes_on_after_a_refusal(command, reports, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", command.split())
+    monkeypatch.setattr(backends, "refused", [])
+    with contextlib.nullcontext() if reports else pytest.raises(RuntimeError, match="cannot be"):
+        with backends.doctor_reports():
+            raise RuntimeError("cannot be")
+    assert backends.refused == ["cannot be"] * reports
 
 
 def test_selftest_passes(capsys):

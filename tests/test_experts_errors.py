@@ -97,6 +97,8 @@ def test_answers_of_a_predictor(answer, error, message):
         (dict(layer="layers.9"), ValueError, "layer must be one of .*, got 'layers.9'"),
         (dict(overlap=1), ValueError, "overlap must be True or False, got 1"),
         (dict(predictor=3), TypeError, "predictor must be callable, got 3"),
+        (dict(pools=[3]), TypeError, r"pools must be ExpertPools by layer name, got \[3\]"),
+        (dict(pools={"layers.1": 3}), TypeError, r"pools\['layers.1'\] must be an ExpertPool, got 3"),
     ],
 )
 def test_arguments_of_the_hook(change, error, message):

@@ -134,6 +134,12 @@ def dispatched(folder, offload_folder):
     return AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=offload_folder, **QUIET).eval()
 
 
+@pytest.mark.parametrize("device", [None, "gpu", [0]])
+def test_places_of_experts_are_devices(device):
+    with pytest.raises(ValueError, match=r"device must be one of torch, as 'cpu' or 'cuda:0', got (None|'gpu'|\[0\])"):
+        expert_device_map(tiny_moe.build("mixtral"), device)
+
+
 def test_accelerate_folder(mixtral, tmp_path):
     folder, wanted = mixtral
     model = dispatched(folder, tmp_path / "offload")

@@ -14,6 +14,7 @@ from test_sparse_cache import sparse
 from torch_kvq import RaBitQSparseCache, sparse_store
 from torch_kvq.host_memory import HostMemory, pages
 from torch_kvq.sparse_store import HOST_GROWTH_SHARE, SIDE_LEN, RowStore
+from torch_kvq.store import ExactStore
 
 
 class Memory:
@@ -103,8 +104,9 @@ def test_memory_that_is_refused_has_a_name_and_loses_nothing(mapped, monkeypatch
     assert torch.equal(store.tensors()[0][:, :, :300], x)
 
 
-def test_tokens_that_do_not_fit_stay_exact(monkeypatch):
-    """The keys have their place already when the values are refused."""
+@pytest.mark.parametrize("refused_to", ["values", "exact"])
+def test_tokens_that_do_not_fit_stay_exact(refused_to, monkeypatch):
+    """The keys have their place already when the values are refused, and both when those that stay exact are."""
     model = tiny_models.build("llama", "sdpa")
     ids = tiny_models.prompt(1, 200)
     pieces = [ids[:, :100], *ids[:, 100:].split(1, 1)]
@@ -112,15 +114,17 @@ def test_tokens_that_do_not_fit_stay_exact(monkeypatch):
     got, refused = [], 0
     forced_logits(model, cache, pieces[:1])
     for piece in pieces[1:]:
-        values, append = cache.layers[0].values_store, RowStore.append
+        layer = cache.layers[0]
+        owner, name = (RowStore, "append") if refused_to == "values" else (ExactStore, "_open")
+        full, grow = layer.values_store if refused_to == "values" else layer.exact, getattr(owner, name)
         with monkeypatch.context() as patch:
 
-            def refuse(self, x):
-                if self is values:  # noqa: B023
+            def refuse(self, *args):
+                if self is full:  # noqa: B023
                     raise RuntimeError("no memory")
-                append(self, x)  # noqa: B023
+                grow(self, *args)  # noqa: B023
 
-            patch.setattr(RowStore, "append", refuse)
+            patch.setattr(owner, name, refuse)
             try:
                 got.append(forced_logits(model, cache, [piece]))
                 continue
@@ -242,34 +246,3 @@ def test_the_hosts_store_gives_what_the_devices_gives(dtype):
     for theirs, ours in zip(*(logits_of(model, cache, ids) for cache in caches)):
         assert torch.equal(theirs, ours)
     assert caches[1].stats.select_calls > 0 and caches[1].stats.selected_tokens == caches[0].stats.selected_tokens
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("store", ["exact", "host", "isoquant"])
-def test_what_is_made_beside_the_model_is_what_the_processor_makes(store):
-    """Twenty prompts one behind the other, whose memory is taken again while index and copies are being made."""
-    wanted, found = [], []
-    for device, into in (("cpu", wanted), ("cuda", found)):
-        torch.manual_seed(1)
-        for number in range(20):
-            config = tiny_models.build("llama", "sdpa", head_dim=64).config
-            cache = RaBitQSparseCache(config, store=store, center=False, balance=False)
-            with torch.inference_mode():
-                for index in range(2):
-                    keys, values, query = (torch.randn(1, 2, t, 64).to(device) for t in (3000 + number, 3000 + number, 1))
-                    keys, values = cache.update(keys, values, index)
-                    torch.nn.functional.scaled_dot_product_attention(query, keys, values)
-                    del keys, values
-                    torch.full((1, 2, 3000 + number, 64), torch.nan, device=device)
-            for layer in cache.layers:
-                length, index = layer.keys_store.length, layer.keys_store.index()
-                held = [index.sign[:, :, :length], index.factor[:, :, :length]]
-                held += [x.decode(0, length, torch.float32) for x in (layer.keys_store, layer.values_store)]
-                into.append([x.cpu() for x in held])
-    for theirs, ours in zip(wanted, found):
-        assert (theirs[0] != ours[0]).float().mean() < 1e-3  # a component about 0
-        assert torch.allclose(theirs[1].float(), ours[1].float(), rtol=2e-3)
-        if store == "isoquant":
-            assert all(((a - b).abs() > 1e-2).float().mean() < 1e-3 for a, b in zip(theirs[2:], ours[2:]))
-        else:
-            assert all(torch.equal(a, b) for a, b in zip(theirs[2:], ours[2:]))

@@ -1,10 +1,8 @@
 """Misuse and corners that were once answered wrongly: each test failed when it was written."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+import demo
 import op_cases
 import pytest
 import tiny_models
@@ -13,7 +11,7 @@ import torch.nn.functional as F
 from oracle import forced_logits, oracle_cache, relative_error
 from transformers import DynamicCache, EncoderDecoderCache, FalconConfig, FalconForCausalLM, LlamaConfig
 
-from torch_kvq import IsoQuantCache, backends
+from torch_kvq import IsoQuantCache, RaBitQSparseCache, backends
 from torch_kvq._requirements import cache_keyword
 from torch_kvq.codecs.codebook import lloyd_max
 from torch_kvq.codecs.rotation import KINDS, make_rotation
@@ -243,10 +241,24 @@ def test_fidelity_of_a_model_in_training_mode_is_refused():
         fidelity(model, tiny_models.prompt(1, 120), IsoQuantCache, 100)
 
 
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", [IsoQuantCache, RaBitQSparseCache])
+def test_a_prompt_that_the_cache_is_past_is_named(kind, attn):
+    """``generate`` takes what a cache holds for the beginning of the prompt, and nothing is left of a shorter one."""
+    model, ids, cache = tiny_models.build("llama", attn), tiny_models.prompt(1, 60), kind()
+    options = {cache_keyword(): cache, "max_new_tokens": 4, "do_sample": False}
+    first = model.generate(ids, **options)
+    with pytest.raises(ValueError, match=r"input_ids must go on behind the 63 tokens .* call reset\(\) or take a new cache"):
+        model.generate(ids[:, :20], **options)
+    again = model.generate(first, **options)
+    assert torch.equal(again[:, :64], first) and again.shape[1] == 68
+    cache.reset()
+    assert model.generate(ids[:, :20], **options).shape[1] == 24
+
+
 @pytest.mark.parametrize("option, value", [("--prompt-len", "0"), ("--new-tokens", "1")])
-def test_demo_refuses_lengths_it_cannot_show(option, value):
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "examples/demo.py", option, value]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
-    assert run.returncode == 2 and f"{option} must be at least {int(value) + 1}, got {value}" in run.stderr
+def test_demo_refuses_lengths_it_cannot_show(option, value, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo.py", option, value])
+    with pytest.raises(SystemExit, match="2"):
+        demo.main()
+    assert f"{option} must be at least {int(value) + 1}, got {value}" in capsys.readouterr().err

@@ -142,17 +142,34 @@ def test_a_mask_of_one_row_is_that_of_all(serve):
     same(*answers)
 
 
-@pytest.mark.parametrize("rule, place, change", [
-    ("outs must have two pieces", -4, lambda x: x[0, 0, 0, 0, 0]),
-    ("outs must have two pieces", -4, lambda x: x[:1]),
-    ("lses must have the shape", -3, lambda x: x[:1]),
-    ("lses must have the shape", -3, lambda x: x[0]),
-])  # fmt: skip
-def test_pieces_to_be_merged(rule, place, change):
-    arguments = list(CALLS["merge_selected"])
-    arguments[place] = change(arguments[place])
+FUSED = [
+    ("outs must have two pieces", "merge_selected", "outs", lambda x: x[0, 0, 0, 0, 0]),
+    ("outs must have two pieces", "merge_selected", "outs", lambda x: x[:1]),
+    ("outs must have two pieces of", "merge_selected", "outs", lambda x: x[:, :, :1]),
+    ("outs must be float32, bfloat16 or float16", "merge_selected", "outs", lambda x: x.int()),
+    ("lses must have the shape", "merge_selected", "lses", lambda x: x[:1]),
+    ("lses must have the shape", "merge_selected", "lses", lambda x: x[0]),
+    ("out must have the shape", "merge_selected", "out", lambda x: x[:, :1]),
+    ("lse must be float32", "merge_selected", "lse", lambda x: x.double()),
+    ("scores must have 4 dims", "sign_top_p_select", "scores", lambda x: x[0]),
+    ("exact_lse must be float32", "sign_top_p_select", "exact_lse", lambda x: x.double()),
+    ("top_p must be at least 0", "sign_top_p_select", "top_p", lambda x: -1.0),
+    ("indices must be int32", "sign_top_p_select", "indices", lambda x: x.long()),
+    ("count must be int32", "sign_top_p_select", "count", lambda x: x.long()),
+]
+
+
+@pytest.mark.parametrize("rule, name, argument, change", FUSED, ids=[bad[0] for bad in FUSED])
+def test_fused_operators_check_all_before_they_write(rule, name, argument, change):
+    operator = getattr(ops, name)
+    named = dict(zip((x.name for x in operator._schema.arguments), CALLS[name]))
+    written = [x.name for x in operator._schema.arguments if x.alias_info is not None]
+    named |= {key: named[key].clone() for key in written}
+    before = {key: named[key].clone() for key in written if key != argument}
+    named[argument] = change(named[argument])
     with pytest.raises(RuntimeError, match=f"{rule}.*, got "):
-        ops.merge_selected(*arguments)
+        operator(*named.values())
+    assert all(torch.equal(named[key], x) for key, x in before.items())
 
 
 # ---- the meta device

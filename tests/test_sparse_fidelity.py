@@ -52,7 +52,7 @@ BARS = {
 
 # Three of them show the path of every kernel; all are measured where the number of tokens is asked for.
 @pytest.mark.parametrize("name", BARS if "KVQ_TEST_SCORED" in os.environ else ("p .95", "refined", "3 bit, refined"))
-def test_smollm2(smollm2, name, capsys):
+def test_smollm2(smollm2, name, exact_once, capsys):
     options, budget, mass, kl = BARS[name]
     dtype = smollm2[0].dtype
     got, stats = measured(smollm2, **options)
@@ -91,15 +91,21 @@ def answers(model, tokenizer, cache, text, length=3):
     return found
 
 
-@pytest.mark.parametrize("options", [dict(), dict(store="isoquant"), dict(store="host")], ids=["exact", "isoquant", "host"])
-def test_needles_are_found_where_dense_attention_finds_them(smollm2, options, capsys):
-    model, tokenizer = smollm2
+@pytest.fixture(scope="module")
+def needles(smollm2):
+    """A text with the sentences in it, and how the model ends them with the exact cache."""
     parts = real_texts.texts()["reference"][:4200].split("\n\n")
     for place, (sentence, end) in enumerate(NEEDLES.items()):
         parts.insert((place + 2) * len(parts) // 7, f"{sentence} {end}.")
     text = "\n\n".join(parts)
-    cache = RaBitQSparseCache(min_dense_len=512, **options)
-    dense, sparse = (answers(model, tokenizer, each, text) for each in (DynamicCache(config=model.config), cache))
+    return text, answers(*smollm2, DynamicCache(config=smollm2[0].config), text)
+
+
+@pytest.mark.parametrize("store", ["exact", "isoquant", "host"])
+def test_needles_are_found_where_dense_attention_finds_them(smollm2, needles, store, capsys):
+    text, dense = needles
+    cache = RaBitQSparseCache(min_dense_len=512, store=store)
+    sparse = answers(*smollm2, cache, text)
     right = [answer.strip().startswith(end) for answer, end in zip(dense, NEEDLES.values())]
     with capsys.disabled():
         print(f"\nneedles: dense {dense}, sparse {sparse}, read {cache.stats.selected_share:.2f}")

@@ -1,6 +1,7 @@
 """Stores: pieces against the whole, growth, shrinking, batches, and tensors that belong to somebody else."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -200,6 +201,32 @@ def test_keep_copies():
     assert store.key_buffer.shape[2] == 32 and store.length == 9 and store.keys.any()
     store.keep(store.keys[:, :, 2:], store.values[:, :, 2:], 0)
     assert store.key_buffer.shape[2] == store.length == 7
+
+
+@pytest.mark.parametrize("value_dim, kernels", [(DIM, [2, 1, 1, 2, 1]), (DIM + 4, [2] * 5)])
+def test_tokens_in_the_middle_are_dropped(value_dim, kernels, monkeypatch):
+    """By one kernel for keys and values, once they are halves of one tensor; beams and copies take them apart or along."""
+    store, keys, values = ExactStore(), torch.randn(2, 3, 60, DIM), torch.randn(2, 3, 60, value_dim)
+    calls, cat, seen = [], torch.cat, []
+    store.append(keys, values, 12)
+    for number in range(5):
+        if number == 2:
+            store = copy.deepcopy(store)
+        if number == 3:
+            store.map_batch(lambda x: x[[1, 0]])
+            keys, values = keys[[1, 0]], values[[1, 0]]
+        before = store.keys, store.values, store.keys.clone(), store.values.clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "cat", lambda *args, **kwargs: calls.append(number) or cat(*args, **kwargs))  # noqa: B023
+            store.drop(4, 9, 64)
+        keys, values = (cat((x[:, :, :4], x[:, :, 9:]), 2) for x in (keys, values))
+        assert torch.equal(store.keys, keys) and torch.equal(store.values, values)
+        assert torch.equal(before[0], before[2]) and torch.equal(before[1], before[3])  # snapshots stay
+        more = torch.randn(2, 3, 1, DIM), torch.randn(2, 3, 1, value_dim)
+        store.append(*more, 64)
+        keys, values = cat((keys, more[0]), 2), cat((values, more[1]), 2)
+        seen.append(store.key_buffer.shape[2])
+    assert [calls.count(number) for number in range(5)] == kernels and seen == [64] * 5
 
 
 @pytest.mark.parametrize("name", MAPS)

@@ -10,9 +10,9 @@ from .caches.isoquant import IsoQuantCache  # noqa: E402
 from .caches.rabitq import RaBitQSparseCache  # noqa: E402
 from .experts import ExpertOffloadHook, fit, load_with_expert_offload, offload_experts, plan_bits  # noqa: E402
 
-backends.native.load()
-backends.cuda.load()
-backends.metal.load()
+for _backend in (backends.native, backends.cuda, backends.metal):
+    with backends.doctor_reports():
+        _backend.load()
 interface.register()
 
 __version__ = "0.1.0"

@@ -159,10 +159,12 @@ def doctor(selftest: bool, devices: list[str]) -> int:
     print(f"CUDA kernels: {used}; {backends.cuda.build()}")
     if torch.backends.mps.is_available():
         print(f"MPS kernels: {backends.metal.served_by()}, macOS {platform.mac_ver()[0]}")
+    for error in backends.refused:
+        print(f"REFUSED: {error}")
     print()
     print(backends.report())
     failed = sum(_run_selftest(device) for device in devices) if selftest else 0
-    return 1 if failed else 0
+    return 1 if failed or backends.refused else 0
 
 
 def _usable_device(name: str) -> str:

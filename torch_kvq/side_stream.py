@@ -14,8 +14,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class SideStream:
     """One thing that is made on the side stream of a device and used on the current one; does nothing off CUDA.
 
-    ``with side.work(tensors): ...`` runs what is inside on the side stream, after what was queued so far; ``tensors`` are read
-    or written there and stay allocated until then. ``side.wait()`` makes the current stream wait for it, once.
+    ``with side.work(tensors): ...`` runs what is inside on the side stream, after what was queued so far; ``tensors`` are all
+    that is read or written there and was made outside, and stay allocated until then. ``side.wait()`` makes the current stream
+    wait for it, once. After an error inside it waits at once for what was queued before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,9 +33,17 @@ class SideStream:
             return
         stream = _stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            yield
-            self._done = stream.record_event()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        except BaseException:
+            self._finish(stream, tensors)
+            self.wait()  # or what is written next in the same place might be overtaken
+            raise
+        self._finish(stream, tensors)
+
+    def _finish(self, stream: torch.cuda.Stream, tensors) -> None:
+        self._done = stream.record_event()
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)

@@ -177,13 +177,34 @@ def _room_for(tokens: int, room: int) -> int:
 
 
 class ExactStore:
-    """Keys and values as the model gave them, ``[B, H, length, D]`` and ``[B, H, length, Dv]``: sinks, then recent tokens."""
+    """Keys and values as the model gave them, ``[B, H, length, D]`` and ``[B, H, length, Dv]``: sinks, then recent tokens.
+
+    Buffers of its own are the halves of one tensor ``[2 B, H, C, D]`` where ``D`` is ``Dv``, so that one kernel moves both.
+    """
 
     def __init__(self) -> None:
         self.key_buffer: torch.Tensor | None = None
         self.value_buffer: torch.Tensor | None = None
         self.length = 0
         self._owned = False
+        self._both: torch.Tensor | None = None
+
+    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes ``keys`` and ``values`` for its buffers."""
+        self.key_buffer, self.value_buffer, self._both = keys, values, None
+
+    def _open(self, capacity: int) -> None:
+        """New buffers of ``capacity`` tokens in the place of those there are."""
+        keys, values = self.key_buffer, self.value_buffer
+        shapes = [(*x.shape[:2], capacity, x.shape[3]) for x in (keys, values)]
+        if shapes[0] != shapes[1] or keys.dtype != values.dtype:
+            self.hold(*(empty(shape, x.dtype, x.device) for shape, x in zip(shapes, (keys, values))))
+        else:
+            batch, *rest = shapes[0]
+            with torch.inference_mode(False):
+                self._both = torch.empty((2 * batch, *rest), dtype=keys.dtype, device=keys.device)
+                self.key_buffer, self.value_buffer = self._both[:batch], self._both[batch:]
+        self._owned = True
 
     @property
     def keys(self) -> torch.Tensor:
@@ -214,7 +235,8 @@ class ExactStore:
     def append(self, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
         """Adds tokens. The very first ones are held as they are; later ones are copied into a buffer that grows to ``room``."""
         if self.key_buffer is None:
-            self.key_buffer, self.value_buffer, self.length = keys, values, keys.shape[2]
+            self.hold(keys, values)
+            self.length = keys.shape[2]
             return
         fresh = keys.shape[2]
         if not self.has_room(fresh):
@@ -229,25 +251,22 @@ class ExactStore:
 
     def keep(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
         """Holds copies of ``keys`` and ``values`` instead, in buffers of ``capacity`` tokens."""
-        self.length, self._owned = keys.shape[2], True
-        self.key_buffer, self.value_buffer = (self._copy(x, max(capacity, self.length)) for x in (keys, values))
+        self.hold(keys, values)
+        self.length = keys.shape[2]
+        self._open(max(capacity, self.length))
+        self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length] = keys, values
 
     def drop(self, start: int, stop: int, capacity: int) -> None:
-        """Forgets the tokens ``start .. stop``: copies the others, keys first, into buffers of ``capacity`` tokens."""
+        """Forgets the tokens ``start .. stop``: copies the others into buffers of ``capacity`` tokens."""
         kept = self.length - (stop - start)
-        for name in ("key_buffer", "value_buffer"):
-            old = getattr(self, name)
-            new = empty((*old.shape[:2], max(capacity, kept), old.shape[3]), old.dtype, old.device)
+        both, keys, values = self._both, self.key_buffer, self.value_buffer
+        self._open(max(capacity, kept))
+        at_once = both is not None and self._both is not None
+        moves = [(both, self._both)] if at_once else [(keys, self.key_buffer), (values, self.value_buffer)]
+        for old, new in moves:
             torch.cat((old[:, :, :start], old[:, :, stop : self.length]), 2, out=new[:, :, :kept])  # one kernel
-            setattr(self, name, new)
-        self.length, self._owned = kept, True
-
-    @staticmethod
-    def _copy(x: torch.Tensor, capacity: int) -> torch.Tensor:
-        new = empty((*x.shape[:2], capacity, x.shape[3]), x.dtype, x.device)
-        new[:, :, : x.shape[2]] = x
-        return new
+        self.length = kept
 
     def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces keys and values by ``function`` of them (reorder, repeat, select)."""
-        self.key_buffer, self.value_buffer = normal(function(self.key_buffer)), normal(function(self.value_buffer))
+        self.hold(normal(function(self.key_buffer)), normal(function(self.value_buffer)))

@@ -1,6 +1,9 @@
 """Backends: loaders of compiled kernels, and the report of what serves each operator."""
 
+import contextlib
 import dataclasses
+import sys
+from pathlib import Path
 
 import torch
 
@@ -9,7 +12,22 @@ from ..ops.schemas import NAMES, NAMESPACE
 from . import cuda, metal, native
 from .native import cpu_isa
 
-__all__ = ["Report", "Row", "cpu_isa", "cuda", "metal", "native", "report"]
+__all__ = ["Report", "Row", "cpu_isa", "cuda", "doctor_reports", "metal", "native", "refused", "report"]
+_COMMANDS = ("torch-kvq", "torch_kvq", "torch_kvq.cli", "cli.py")  # a script, or a module behind -m
+
+refused: list[str] = []  # what a backend raised in a process that is the doctor's, whose import goes on to report it
+
+
+@contextlib.contextmanager
+def doctor_reports():
+    """Around what raises where a backend that was asked for cannot serve: ``torch-kvq doctor`` says so instead."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        words = [Path(word).name for word in sys.orig_argv]
+        if "doctor" not in words or words[words.index("doctor") - 1] not in _COMMANDS:
+            raise
+        refused.append(str(error))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..checks import check_count
-from .checks import as_rows
+from .checks import as_rows, check_layer, check_query_length, check_tensors
 from .discovery import config_of_caller, generation_options, make_layers
 from .layer import CompressedLayer, check_crop, is_plain
 from .owner import Ownership
@@ -95,6 +95,11 @@ class CompressedCache(Cache):
     def _packed_layers(self) -> list[CompressedLayer]:
         return [layer for layer in self._layers if isinstance(layer, CompressedLayer)]
 
+    def _num_sequences(self) -> int | None:
+        """Sequences of the batch; ``None`` while no packed layer holds a token."""
+        buffers = (layer.exact.key_buffer for layer in self._packed_layers())
+        return next((buffer.shape[0] for buffer in buffers if buffer is not None), None)
+
     def _begin_forward(self, fresh: int) -> None:
         """Called before the first packed layer of a forward takes its ``fresh`` tokens."""
         self.stats.warn_of_fallback()
@@ -130,7 +135,10 @@ class CompressedCache(Cache):
 
         Raises:
             ValueError: see ``CompressedLayer.update``; also a second model on a cache that is not empty.
+            TypeError: no tensors.
         """
+        if not (isinstance(key_states, torch.Tensor) and isinstance(value_states, torch.Tensor)):
+            check_tensors(key_states, value_states)
         layers = self.layers
         if self._is_guess:
             self._confirm()
@@ -142,8 +150,7 @@ class CompressedCache(Cache):
                 stacklevel=2,
             )
         self._ownership.check_whole()
-        if not isinstance(layer_idx, int) or layer_idx < 0:
-            raise ValueError(f"layer_idx must be the index of a layer, got {layer_idx!r}")
+        check_layer(layer_idx, 0)
         if self._is_bound and layer_idx >= len(layers) > 0:
             raise ValueError(f"config must be that of the model: it has {len(layers)} layers, got layer_idx {layer_idx}")
         try:
@@ -160,14 +167,26 @@ class CompressedCache(Cache):
             raise
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that the first and the last packed layer hold; those of a forward that failed midway do not count."""
+        """Tokens that the first and the last packed layer hold; those of a forward that failed midway do not count.
+
+        Raises:
+            ValueError: ``layer_idx`` is no index.
+        """
+        check_layer(layer_idx)
         layers = self._layers
         if layer_idx == 0 and layers and isinstance(layers[self._first], CompressedLayer):
             return min(layers[self._first].get_seq_length(), layers[self._last].get_seq_length())
         return super().get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask for ``layer_idx`` covers."""
+        """Length and offset of the keys that a mask for ``layer_idx`` covers.
+
+        Raises:
+            ValueError: ``layer_idx`` is no index, or a forward without a token, which is how ``generate`` calls the model when
+                its prompt is not longer than what the cache holds.
+        """
+        check_layer(layer_idx)
+        check_query_length(query_length, self.get_seq_length())
         layers = self.layers
         if layer_idx < len(layers) and isinstance(layers[layer_idx], CompressedLayer):
             return self.get_seq_length() + query_length, 0
@@ -189,9 +208,10 @@ class CompressedCache(Cache):
         """Sequence ``beam_idx[i]`` takes place ``i``.
 
         Raises:
-            ValueError: ``beam_idx`` is no vector of integers; nothing was changed.
+            ValueError: ``beam_idx`` is no vector of integers, or one is out of range; nothing was changed. On another device
+                than the CPU the values are not looked at, for which it would have to be waited for.
         """
-        super().reorder_cache(as_rows("beam_idx", beam_idx, masks=False))
+        super().reorder_cache(as_rows("beam_idx", beam_idx, self._num_sequences(), masks=False))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times, one after another.
@@ -206,9 +226,10 @@ class CompressedCache(Cache):
         """Keeps these sequences, in this order; a list and a mask of bools are taken, too.
 
         Raises:
-            ValueError: ``indices`` is no vector of integers or bools; nothing was changed.
+            ValueError: ``indices`` is no vector of integers or bools, or one is out of range, as in ``reorder_cache``; negative
+                ones count from the end; nothing was changed.
         """
-        super().batch_select_indices(as_rows("indices", indices, masks=True))
+        super().batch_select_indices(as_rows("indices", indices, self._num_sequences(), masks=True))
 
     def reset(self) -> None:
         """Forgets all tokens. The next call may come from another model, unless ``config`` was given."""

@@ -5,6 +5,7 @@ import reprlib
 
 import torch
 
+from ..checks import check_type
 from ..codecs.rotation import check_head_dim
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,11 +71,32 @@ def _check_same(layer, name: str, held: torch.Tensor, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must stay on {held.device} with layer {layer.index}, got {x.device}")
 
 
-def as_rows(name: str, x: torch.Tensor | list | tuple, masks: bool) -> torch.Tensor:
-    """A vector of int64, or of bools if ``masks`` are taken, by which sequences of a batch are chosen.
+def check_tensors(key_states, value_states) -> None:
+    """Raises ``TypeError`` unless both are tensors."""
+    check_type("key_states", key_states, torch.Tensor, "a tensor")
+    check_type("value_states", value_states, torch.Tensor, "a tensor")
+
+
+def check_layer(layer_idx: int, least: int | None = None) -> None:
+    """Raises ``ValueError`` unless ``layer_idx`` is an integer, of at least ``least``."""
+    if not isinstance(layer_idx, int) or (least is not None and layer_idx < least):
+        raise ValueError(f"layer_idx must be the index of a layer, got {layer_idx!r}")
+
+
+def check_query_length(query_length: int, held: int) -> None:
+    """Raises ``ValueError`` for a forward without a token on a cache that holds ``held``."""
+    if isinstance(query_length, int) and query_length == 0:
+        raise ValueError(
+            f"input_ids must go on behind the {held} tokens that the cache holds, got no more than these; "
+            "for another text call reset() or take a new cache"
+        )
+
+
+def as_rows(name: str, x: torch.Tensor | list | tuple, count: int | None, masks: bool) -> torch.Tensor:
+    """A vector of int64, or of bools if ``masks`` are taken, by which sequences of a batch of ``count`` are chosen.
 
     Raises:
-        ValueError: ``x`` is something else.
+        ValueError: ``x`` is something else, or, where it is known, chooses a sequence that is not there.
     """
     if isinstance(x, list | tuple) and all(isinstance(each, int) for each in x):
         x = torch.tensor(x, dtype=None if x else torch.long)
@@ -82,7 +104,17 @@ def as_rows(name: str, x: torch.Tensor | list | tuple, masks: bool) -> torch.Ten
     if not good or (x.dtype == torch.bool and not masks):
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else reprlib.repr(x)
         raise ValueError(f"{name} must be a vector of integers, one a sequence, got {got}")
-    return x if x.dtype == torch.bool else x.long()  # torch would take uint8 for a mask
+    if x.dtype == torch.bool:
+        if count not in (None, len(x)):
+            raise ValueError(f"{name} must have a bool for each of the {count} sequences, got {len(x)}")
+        return x
+    x = x.long()  # torch would take uint8 for a mask
+    if count is not None and x.is_cpu and len(x):
+        (least, most), first = (bound.item() for bound in x.aminmax()), -count if masks else 0
+        if least < first or most >= count:
+            got = least if least < first else most
+            raise ValueError(f"{name} must be from {first} to {count - 1}, got {got}")
+    return x
 
 
 def is_finite(x: torch.Tensor) -> bool:

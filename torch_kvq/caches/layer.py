@@ -236,14 +236,17 @@ class CompressedLayer(CacheLayerMixin):
         keys, values = self.exact.keys, self.exact.values
         sinks, tokens = self.num_sinks, self.exact.length - self.num_sinks - self.settings.window_len - spare
         stop = sinks + tokens
-        self.keys_store.append(keys[:, :, sinks:stop])
+        grown: list[TokenBuffers] = []
         try:
-            self.values_store.append(values[:, :, sinks:stop])
+            for store, x in ((self.keys_store, keys), (self.values_store, values)):
+                store.append(x[:, :, sinks:stop])
+                grown.append(store)
+            del keys, values, x
+            self.exact.drop(sinks, stop, self.settings.exact_len)
         except RuntimeError:  # no memory: the tokens stay exact, and this can be tried again
-            self.keys_store.drop_last(tokens)
+            for store in grown:
+                store.drop_last(tokens)
             raise
-        del keys, values
-        self.exact.drop(sinks, stop, self.settings.exact_len)
         self.count_packed(tokens)
         self._account()
 
@@ -257,7 +260,7 @@ class CompressedLayer(CacheLayerMixin):
             self.order = sinks_first(leading_padding(valid), settings.num_sinks, tokens)
         if self.order is not None:
             keys, values = self.order.to_stored(keys, 2), self.order.to_stored(values, 2)
-            self.exact.key_buffer, self.exact.value_buffer = keys, values
+            self.exact.hold(keys, values)
             valid = self.order.to_stored(valid, 1)
         body = slice(settings.num_sinks, None)
         valid = None if valid is None else valid[:, body]

@@ -72,7 +72,7 @@ class RaBitQIndex:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All of them."""
-        return self.sign, self.factor, self.bias, *self.transform
+        return self.sign, self.factor, self.bias, *self.transform, *(centre for _, centre in self.later)
 
     @property
     def token_bytes(self) -> int:

@@ -87,6 +87,10 @@ class ExpertOffloadHook(ModelHook):
         check_type("pool", pool, ExpertPool, "an ExpertPool")
         check_choice("layer", layer, pool.layers)
         check_hook_options(overlap, predictor)
+        if pools is not None:
+            check_type("pools", pools, Mapping, "ExpertPools by layer name")
+            for name, each in pools.items():
+                check_type(f"pools[{name!r}]", each, ExpertPool, "an ExpertPool")
         self.pool, self.layer, self.predictor, self.inner = pool, layer, predictor, inner
         self.device = pool.loader.device
         self.overlap = self.device.type == "cuda" if overlap is None else overlap

@@ -1,8 +1,8 @@
 """How experts come out of a store into slots on a CUDA device.
 
 Everything goes over one copy stream. It first waits for what was queued on the compute stream, whose kernels may still read
-the slots that are overwritten; the compute stream waits for the copies' events before it reads them. The host waits for the
-disk only, never for the device.
+the slots that are overwritten; the compute stream waits for the copies' events before it reads them, and slots that go away
+stay allocated until nothing is copied into them. The host waits for the disk only, never for the device.
 
 Experts in page-locked memory are copied from where they are; packed ones are decoded on the copy stream. Files are read by
 threads into a ring of page-locked buffers, each used again once its copy is done.
@@ -49,6 +49,9 @@ class CudaLoader(Loader):
 
     def start(self, layer: str, places: Places) -> Load:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for _, into in places:
+            for tensor in into.values():
+                tensor.record_stream(self._stream)
         if self.store.host_tensors(layer, places[0][0]) is None:
             if self._ring is None:
                 self._ring = self._make_ring(layer)
@@ -78,9 +81,11 @@ class CudaLoader(Loader):
             if event is not None:
                 event.synchronize()
             num_bytes = self.store.read(layer, expert, buffers)
-            with torch.cuda.stream(self._stream):
-                for name, buffer in buffers.items():
-                    into[name].copy_(buffer, non_blocking=True)
+            try:
+                with torch.cuda.stream(self._stream):
+                    for name, buffer in buffers.items():
+                        into[name].copy_(buffer, non_blocking=True)
+            finally:  # some of them may be on their way
                 event = self._stream.record_event()
             return num_bytes, event
         finally:

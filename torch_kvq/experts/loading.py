@@ -131,8 +131,14 @@ def expert_device_map(model: nn.Module, device: str | int = "cpu") -> dict[str, 
     Args:
         model: of the same config, on the meta device for instance. (Every module is named, for accelerate lets a map with a
             root entry bring the experts in, too.)
+        device: as in a ``device_map``, default the CPU.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: no model whose experts can be offloaded, or no device, named.
     """
     experts = find_experts(model)
+    if device != "disk":
+        checked_device(device)
     places: dict[str, str | int] = {}
 
     def visit(module: nn.Module, name: str) -> None:

@@ -1,7 +1,11 @@
-"""Operators that are several others in one, by those: what answers on devices without a kernel for it all."""
+"""Operators that are several others in one, by those: what answers on devices without a kernel for it all.
+
+What the first of them does not check itself is checked before it writes.
+"""
 
 import torch
 
+from . import problems
 from .checks import require
 from .schemas import NAMESPACE
 
@@ -14,13 +18,16 @@ def sign_top_p_select(
     planes, terms, sign, factor, bias, head_dim, scale, start, exact_lse, top_p, scores, indices, count, parts=_ops
 ) -> None:
     """``parts`` has the other operators by name."""
+    problems.top_p_select(scores, exact_lse, None, None, top_p, indices, count)
     parts.sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, scores)
     parts.top_p_select(scores, exact_lse, None, None, top_p, indices, count)
 
 
 def merge_selected(q, keys, values, indices, count, mask, scale, softcap, outs, lses, out, lse, parts=_ops) -> None:
     """``parts`` has the other operators by name."""
+    rows = list(q.shape[:3])
     require(outs.dim() == 5 and outs.shape[0] == 2, "outs", "have two pieces", outs)
-    require(lses.shape == outs.shape[:4], "lses", f"have the shape {list(outs.shape[:4])}", lses)
+    require(q.dim() != 4 or list(outs.shape[1:4]) == rows, "outs", f"have two pieces of {rows} rows", outs)
+    problems.merge(outs, lses, out, lse)
     parts.attend_selected(q, keys, values, indices, count, mask, scale, softcap, outs[1], lses[1])
     parts.merge(outs, lses, out, lse)
