@@ -1,6 +1,6 @@
 """Pictures and tables of the committed results: ``python benchmarks/chart.py``.
 
-``benchmarks/results/NAME.json`` of a benchmark in ``DRAWINGS`` is drawn as ``NAME.png``. In the README and in
+``benchmarks/results/NAME.json`` is drawn as ``NAME.png`` where a document shows that picture. In the README and in
 ``benchmarks/results/*.md`` what stands between ``<!-- NAME VIEW: begin -->`` and ``<!-- NAME VIEW: end -->`` is replaced by
 that view of its numbers: ``speed``, ``bytes``, ``all``, ``encode``, ``bars``, ``conditions`` (the ``*_tables.py`` of its
 benchmark), or ``chart``, the picture. No figure there is typed by hand.
@@ -52,6 +52,12 @@ def results_dir(root: pathlib.Path) -> pathlib.Path:
 
 def documents(root: pathlib.Path) -> list[pathlib.Path]:
     return [root / "README.md", *sorted(results_dir(root).glob("*.md"))]
+
+
+def shown(root: pathlib.Path) -> set[str]:
+    """Results whose pictures are in a document."""
+    blocks = (match for document in documents(root) for match in BLOCK.finditer(document.read_text()))
+    return {match[2] for match in blocks if match[3] == "chart"}
 
 
 def filled(document: pathlib.Path, results: dict[str, dict], root: pathlib.Path) -> str:
@@ -168,9 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="of the repository")
     root = parser.parse_args(arguments).root
     results = read(root)
-    for name, result in results.items():
-        if result["benchmark"] in DRAWINGS:
-            draw(result, results_dir(root) / f"{name}.png")
+    for name in sorted(shown(root) & results.keys()):
+        draw(results[name], results_dir(root) / f"{name}.png")
     for document in documents(root):
         document.write_text(filled(document, results, root))
 
