@@ -11,10 +11,9 @@ import torch
 from oracle import forced_logits
 from test_sparse_cache import sparse
 
-from torch_kvq import RaBitQSparseCache, sparse_store
+from torch_kvq import RaBitQSparseCache, sparse_store, store
 from torch_kvq.host_memory import HostMemory, pages
 from torch_kvq.sparse_store import HOST_GROWTH_SHARE, SIDE_LEN, RowStore
-from torch_kvq.store import ExactStore
 
 
 class Memory:
@@ -104,32 +103,35 @@ def test_memory_that_is_refused_has_a_name_and_loses_nothing(mapped, monkeypatch
     assert torch.equal(store.tensors()[0][:, :, :300], x)
 
 
-@pytest.mark.parametrize("refused_to", ["values", "exact"])
-def test_tokens_that_do_not_fit_stay_exact(refused_to, monkeypatch):
-    """The keys have their place already when the values are refused, and both when those that stay exact are."""
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["values", "buffers", "copy"])
+def test_tokens_that_are_not_packed_stay_exact(where, error, monkeypatch):
+    """No memory, or Ctrl-C: the values are stored as the keys are, the buffers of what stays exact made, that copied."""
     model = tiny_models.build("llama", "sdpa")
     ids = tiny_models.prompt(1, 200)
     pieces = [ids[:, :100], *ids[:, 100:].split(1, 1)]
     wanted, cache = forced_logits(model, sparse(store="host"), pieces), sparse(store="host")
     got, refused = [], 0
     forced_logits(model, cache, pieces[:1])
+    layer = cache.layers[0]
+    owner, name = {"values": (RowStore, "append"), "buffers": (store, "_buffers"), "copy": (torch, "cat")}[where]
+    done = getattr(owner, name)
+
+    def fail(*args, **kwargs):
+        answer = done(*args, **kwargs)
+        full = {"values": layer.values_store, "buffers": layer.exact.key_buffer}
+        if (args[0] is full[where]) if where in full else ("out" in kwargs):
+            raise error("no memory")
+        return answer
+
     for piece in pieces[1:]:
-        layer = cache.layers[0]
-        owner, name = (RowStore, "append") if refused_to == "values" else (ExactStore, "_open")
-        full, grow = layer.values_store if refused_to == "values" else layer.exact, getattr(owner, name)
         with monkeypatch.context() as patch:
-
-            def refuse(self, *args):
-                if self is full:  # noqa: B023
-                    raise RuntimeError("no memory")
-                grow(self, *args)  # noqa: B023
-
-            patch.setattr(owner, name, refuse)
+            patch.setattr(owner, name, fail)
             try:
                 got.append(forced_logits(model, cache, [piece]))
                 continue
-            except RuntimeError as error:
-                assert "no memory" in str(error)
+            except error as raised:
+                assert "no memory" in str(raised)
                 refused += 1
         got.append(forced_logits(model, cache, [piece]))
     assert refused == (200 - 100) // 16 and cache.get_seq_length() == 200

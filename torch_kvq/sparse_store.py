@@ -164,7 +164,7 @@ class IndexedKeys(TokenBuffers):
         self.store.append(x)
         try:
             self._index_last(x)
-        except RuntimeError:  # no memory: the tokens are not stored
+        except BaseException:  # no memory, or interrupted: the tokens are not stored
             self.store.drop_last(x.shape[2])
             raise
         first, self.length = self.length, self.store.length
@@ -211,8 +211,10 @@ class IndexedKeys(TokenBuffers):
                 setattr(self, name, self.own(before[name].clone()))
             self._later.append((first, normal(centre)))
             self._tensors_of_index().write(self.store.decode(first, self.length, self.store.dtype), first)
-        except RuntimeError:  # no memory: the index stays as it was
+        except BaseException as error:  # no memory, or interrupted: the index stays as it was
             self.__dict__.update(before, _index=None)
+            if not isinstance(error, RuntimeError):
+                raise
 
     def decode(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Keys ``start .. stop``, ``[B, H, N, D]``."""

@@ -176,6 +176,17 @@ def _room_for(tokens: int, room: int) -> int:
     return max(tokens, min(room, max(2 * tokens, _LEAST_ROOM)))
 
 
+def _buffers(keys: torch.Tensor, values: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Uninitialised ones of ``capacity`` tokens for such keys and values, and the tensor whose halves they are, if any."""
+    shapes = [(*x.shape[:2], capacity, x.shape[3]) for x in (keys, values)]
+    if shapes[0] != shapes[1] or keys.dtype != values.dtype:
+        return *(empty(shape, x.dtype, x.device) for shape, x in zip(shapes, (keys, values))), None
+    batch, *rest = shapes[0]
+    with torch.inference_mode(False):
+        both = torch.empty((2 * batch, *rest), dtype=keys.dtype, device=keys.device)
+        return both[:batch], both[batch:], both
+
+
 class ExactStore:
     """Keys and values as the model gave them, ``[B, H, length, D]`` and ``[B, H, length, Dv]``: sinks, then recent tokens.
 
@@ -189,22 +200,9 @@ class ExactStore:
         self._owned = False
         self._both: torch.Tensor | None = None
 
-    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes ``keys`` and ``values`` for its buffers."""
-        self.key_buffer, self.value_buffer, self._both = keys, values, None
-
-    def _open(self, capacity: int) -> None:
-        """New buffers of ``capacity`` tokens in the place of those there are."""
-        keys, values = self.key_buffer, self.value_buffer
-        shapes = [(*x.shape[:2], capacity, x.shape[3]) for x in (keys, values)]
-        if shapes[0] != shapes[1] or keys.dtype != values.dtype:
-            self.hold(*(empty(shape, x.dtype, x.device) for shape, x in zip(shapes, (keys, values))))
-        else:
-            batch, *rest = shapes[0]
-            with torch.inference_mode(False):
-                self._both = torch.empty((2 * batch, *rest), dtype=keys.dtype, device=keys.device)
-                self.key_buffer, self.value_buffer = self._both[:batch], self._both[batch:]
-        self._owned = True
+    def hold(self, keys: torch.Tensor, values: torch.Tensor, both: torch.Tensor | None = None) -> None:
+        """Takes ``keys`` and ``values``, the halves of ``both`` if that is given, for its buffers."""
+        self.key_buffer, self.value_buffer, self._both = keys, values, both
 
     @property
     def keys(self) -> torch.Tensor:
@@ -250,22 +248,22 @@ class ExactStore:
         self.length += keys.shape[2]
 
     def keep(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
-        """Holds copies of ``keys`` and ``values`` instead, in buffers of ``capacity`` tokens."""
-        self.hold(keys, values)
-        self.length = keys.shape[2]
-        self._open(max(capacity, self.length))
-        self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length] = keys, values
+        """Holds copies of ``keys`` and ``values`` instead, in buffers of ``capacity`` tokens. What raises changes nothing."""
+        length = keys.shape[2]
+        new = _buffers(keys, values, max(capacity, length))
+        new[0][:, :, :length], new[1][:, :, :length] = keys, values
+        self.hold(*new)
+        self.length, self._owned = length, True
 
     def drop(self, start: int, stop: int, capacity: int) -> None:
-        """Forgets the tokens ``start .. stop``: copies the others into buffers of ``capacity`` tokens."""
+        """Forgets the tokens ``start .. stop``: copies the others into buffers of ``capacity`` tokens, as :meth:`keep` does."""
         kept = self.length - (stop - start)
-        both, keys, values = self._both, self.key_buffer, self.value_buffer
-        self._open(max(capacity, kept))
-        at_once = both is not None and self._both is not None
-        moves = [(both, self._both)] if at_once else [(keys, self.key_buffer), (values, self.value_buffer)]
-        for old, new in moves:
-            torch.cat((old[:, :, :start], old[:, :, stop : self.length]), 2, out=new[:, :, :kept])  # one kernel
-        self.length = kept
+        old, new = (self.key_buffer, self.value_buffer), _buffers(self.key_buffer, self.value_buffer, max(capacity, kept))
+        at_once = self._both is not None and new[2] is not None
+        for source, place in [(self._both, new[2])] if at_once else zip(old, new):
+            torch.cat((source[:, :, :start], source[:, :, stop : self.length]), 2, out=place[:, :, :kept])  # one kernel
+        self.hold(*new)
+        self.length, self._owned = kept, True
 
     def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces keys and values by ``function`` of them (reorder, repeat, select)."""

@@ -236,16 +236,16 @@ class CompressedLayer(CacheLayerMixin):
         keys, values = self.exact.keys, self.exact.values
         sinks, tokens = self.num_sinks, self.exact.length - self.num_sinks - self.settings.window_len - spare
         stop = sinks + tokens
-        grown: list[TokenBuffers] = []
+        stores = self.keys_store, self.values_store
+        lengths = [store.length for store in stores]
         try:
-            for store, x in ((self.keys_store, keys), (self.values_store, values)):
+            for store, x in zip(stores, (keys, values)):
                 store.append(x[:, :, sinks:stop])
-                grown.append(store)
             del keys, values, x
             self.exact.drop(sinks, stop, self.settings.exact_len)
-        except RuntimeError:  # no memory: the tokens stay exact, and this can be tried again
-            for store in grown:
-                store.drop_last(tokens)
+        except BaseException:  # no memory, or interrupted: the tokens stay exact, and this can be tried again
+            for store, length in zip(stores, lengths):
+                store.drop_last(store.length - length)
             raise
         self.count_packed(tokens)
         self._account()
