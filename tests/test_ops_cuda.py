@@ -71,6 +71,11 @@ def test_nan_stays_in_its_row(dtype):
     attend_checks.check_nan_stays_in_its_row(ops, DEVICE, dtype)
 
 
+@pytest.mark.parametrize("place", ["query", "exact key", "mask"])
+def test_nan_of_few_rows(place):
+    attend_checks.check_nan_of_few_rows(ops, DEVICE, place)
+
+
 @pytest.mark.parametrize("dtype", attend_checks.HALF)
 def test_output_rounds_once(dtype):
     attend_checks.check_output_rounds_once(ops, DEVICE, dtype)

@@ -74,15 +74,18 @@ __device__ __forceinline__ void fetch_parameters(const Parameters &parameters) {
   for (int i = 0; i < (int)sizeof(Parameters) / 4; i += 16) asm volatile("" ::"r"(word[i]));
 }
 
-// CTAs of a kernel that run at the same time on the card.
+// CTAs of a kernel that run at the same time on the card; 0 where it has too little shared memory for one.
 template <class Kernel>
 int count_at_once(Kernel kernel, int threads, int bytes) {
   int device = 0, processors = 1, each = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess) {
+    cudaGetLastError();  // the answer, not an error of the launches to come
+    return 0;
+  }
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, bytes);
-  return processors * (each > 0 ? each : 1);
+  return processors * each;
 }
 
 }  // namespace cuda

@@ -186,8 +186,9 @@ __global__ void __launch_bounds__(NUM_THREADS)
   end.add_lanes(turned, partial[0][0], LANES, t);
   end.add_lanes(exact, partial[0][1], LANES, t);
   end.turn_back(turned, a.values.rotation, y, t);
-  end.store(out, turned, exact, packed, all > 0 ? 1 / all : 0, t);
-  if (t == 0) *lse = all > 0 ? (most + log2f(all)) / LOG2E : -INFINITY;
+  bool some = all > 0 || isnan(all);  // a NaN is not taken for a row that sees nothing
+  end.store(out, turned, exact, packed, some ? 1 / all : 0, t);
+  if (t == 0) *lse = some ? (most + log2f(all)) / LOG2E : -INFINITY;
 }
 
 }  // namespace cuda

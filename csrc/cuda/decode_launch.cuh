@@ -2,6 +2,8 @@
 // packed parts run at the same time.
 #pragma once
 
+#include <mutex>
+
 #include "decode_attend.h"
 #include "decode_short.cuh"
 
@@ -79,7 +81,11 @@ struct DecodeLaunch {
     DecodeArgs args;
     to_args(a, args);
     if constexpr (S::SHORT)
-      if (parts.room) launch_behind(short_kernel<T, S>, grid, THREADS, S::short_size(parts.room), stream, args, parts);
+      if (parts.room) {
+        static std::mutex mutex;  // threads with other sizes change the kernel's limit
+        std::lock_guard<std::mutex> lock(mutex);
+        launch_behind(short_kernel<T, S>, grid, THREADS, S::short_size(parts.room), stream, args, parts);
+      }
     if (!parts.room) launch_behind(decode_kernel<T, S>, grid, 32 * S::LONG_WARPS, S::SIZE, stream, args, parts);
     int64_t rows = a.batch * a.heads * a.rows;
     auto combine = [&](auto kernel, int threads) {
@@ -96,6 +102,7 @@ struct DecodeLaunch {
 
 template <class T, class S>
 int64_t act(Action action, const Attention &a, void *scratch, cudaStream_t stream) {
+  if (action == FITS) return DecodeLaunch<T, S>::blocks_at_once() > 0;
   if (action == BYTES) return DecodeLaunch<T, S>::scratch_bytes(a);
   if (action == LAUNCH) DecodeLaunch<T, S>::launch(a, scratch, stream);
   return 1;

@@ -76,10 +76,10 @@ __device__ __forceinline__ void store_row(const float (&x)[N], int first, int st
                                           float step, int place, char *bytes, RowInfo *info, int lane) {
   using Q = QueryMap<DIM>;
   char *upper = bytes + place * Q::ROW_BYTES, *lower = upper + ROWS * Q::ROW_BYTES;
-  float most = 0;
+  uint32_t bits = 0;  // not negative, so ordered as integers are; a NaN is above all and makes the row's scores NaN
 #pragma unroll
-  for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(x[i]));
-  most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));  // not negative: ordered as integers are
+  for (int i = 0; i < N; i++) bits = max(bits, __float_as_uint(fabsf(x[i])));
+  float most = __uint_as_float(__reduce_max_sync(~0u, bits));
   for (int o = 16; o; o >>= 1) bias += __shfl_xor_sync(~0u, bias, o);
   float inverse = most > 0 ? __fdividef(QUERY_TOP, most) : 0;
   int total = 0;

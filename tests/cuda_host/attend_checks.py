@@ -240,6 +240,22 @@ def check_nan_stays_in_its_row(ops, device, dtype):
     assert relative_error(out, expected) <= TOLERANCE[dtype]
 
 
+def check_nan_of_few_rows(ops, device, place):
+    """A NaN makes its row NaN; it is not taken for a token that the row does not see."""
+    exact = 20 if place == "exact key" else 0
+    case = Case("nan", tokens=100, exact=exact, num_sinks=0, dim=128, plain=True, mask="float", dtype=torch.bfloat16)
+    arguments = list(problem(case)[0])
+    arguments[MASK] = torch.zeros_like(arguments[MASK])
+    at, row = {"query": (0, 0), "exact key": (3, 6), "mask": (MASK, 0)}[place]
+    expected = attend64(*arguments)[0]
+    arguments[at] = arguments[at].clone()
+    arguments[at][0, 0, row, 9] = torch.nan
+    out, lse = run_attend(ops, device, arguments, expected.shape, torch.bfloat16)
+    stop = case.group if place == "exact key" else 1  # of the heads that see it
+    assert out[0, :stop].isnan().all() and lse[0, :stop].isnan().all()
+    assert relative_error(out[0, stop:], expected[0, stop:]) <= 4e-3 and lse[0, stop:].isfinite().all()
+
+
 def check_output_rounds_once(ops, device, dtype):
     """float32 inputs, so that the result before rounding is the reference's but for the last digits."""
     arguments, _, expected, _ = problem(Case("rounding", queries=70, dim=80))

@@ -82,6 +82,12 @@ def test_nan_stays_in_its_row(ops, dtype):
     checks.check_nan_stays_in_its_row(ops, "cpu", dtype)
 
 
+@pytest.mark.parametrize("place", ["query", "exact key", "mask"])
+def test_nan_of_few_rows(ops, place, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_nan_of_few_rows(ops, "cpu", place)
+
+
 @pytest.mark.parametrize("dtype", checks.HALF)
 def test_output_rounds_once(ops, dtype):
     checks.check_output_rounds_once(ops, "cpu", dtype)
