@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from oracle import forced_logits, relative_error
 from transformers import DynamicCache, LlamaConfig
 
-from torch_kvq import IsoQuantCache
+from torch_kvq import IsoQuantCache, RaBitQSparseCache
+from torch_kvq._requirements import cache_keyword
+from torch_kvq.store import TokenBuffers
 
 pytestmark = pytest.mark.versions
 
@@ -35,6 +37,34 @@ def test_padded_prefill_logits_are_those_of_dynamic_cache(family, attn):
         for cache in (IsoQuantCache(**PACKED), DynamicCache(config=model.config))
     ]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("kind", [IsoQuantCache, RaBitQSparseCache])
+@pytest.mark.parametrize("padding", [0, 20])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_stores_that_cannot_be_opened_are_opened_later(error, padding, kind, monkeypatch):
+    """No memory for the values of the last layer: the prompt is taken in, and its next update packs it."""
+    model, ids = tiny_models.build("llama", "sdpa"), tiny_models.prompt(2, 130)
+    mask = torch.arange(130) >= torch.tensor([0, padding])[:, None]
+    options = PACKED if kind is IsoQuantCache else dict(PACKED, min_dense_len=0)
+    wanted = forced_logits(model, kind(**options), [ids[:, :100], *ids[:, 100:].split(1, 1)], mask)
+    cache = kind(model.config, **options)
+    last, begin = cache.layers[-1], TokenBuffers.__init__
+
+    def refuse(self, *args):
+        if last.keys_store is not None:
+            raise error("no memory")
+        begin(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(error, match="no memory"):
+        patch.setattr(TokenBuffers, "__init__", refuse)
+        forced_logits(model, cache, [ids[:, :100]], mask)
+    assert cache.get_seq_length() == 100
+    for seen in range(100, 130):
+        place = mask[:, : seen + 1].long().sum(1, keepdim=True) - 1
+        one = dict(input_ids=ids[:, seen : seen + 1], attention_mask=mask[:, : seen + 1], position_ids=place)
+        with torch.no_grad():
+            assert torch.equal(model(**one, **{cache_keyword(): cache}).logits, wanted[:, seen : seen + 1])
 
 
 # ---- the transient

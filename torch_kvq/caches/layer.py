@@ -254,18 +254,22 @@ class CompressedLayer(CacheLayerMixin):
         """Opens the stores: finds sinks and padding, brings the exact tokens into stored order, learns from them."""
         keys, values = self.exact.keys, self.exact.values
         settings, tokens = self.settings, keys.shape[2]
-        valid = self._visible
+        valid, order = self._visible, None
         if valid is not None:
             valid = torch.nn.functional.pad(valid, (0, tokens - valid.shape[1]), value=True)[:, :tokens]
-            self.order = sinks_first(leading_padding(valid), settings.num_sinks, tokens)
-        if self.order is not None:
-            keys, values = self.order.to_stored(keys, 2), self.order.to_stored(values, 2)
-            self.exact.hold(keys, values)
-            valid = self.order.to_stored(valid, 1)
+            order = sinks_first(leading_padding(valid), settings.num_sinks, tokens)
+        if order is not None:
+            keys, values, valid = order.to_stored(keys, 2), order.to_stored(values, 2), order.to_stored(valid, 1)
         body = slice(settings.num_sinks, None)
-        valid = None if valid is None else valid[:, body]
-        self.open_stores(keys[:, :, body], values[:, :, body], valid, tokens - settings.num_sinks - settings.window_len)
-        self.moments = self._visible = None
+        seen = None if valid is None else valid[:, body]
+        try:
+            self.open_stores(keys[:, :, body], values[:, :, body], seen, tokens - settings.num_sinks - settings.window_len)
+        except BaseException:  # no memory, or interrupted: all is as it was
+            self.keys_store = self.values_store = None
+            raise
+        if order is not None:
+            self.exact.hold(keys, values)
+        self.order, self.moments, self._visible = order, None, None
 
     # ---- shrinking and batches
 
