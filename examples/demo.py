@@ -1,4 +1,4 @@
-"""``make demo``: one real model writes the same text with the library's cache and with packed keys and values.
+"""``make demo``: one real model goes on with one text, with the library's cache and with packed keys and values.
 
 Shows both texts, speed, resident bytes, what was counted, and how the bytes grow with the context. The model is
 SmolLM2-135M-Instruct (see real_models.py), the prompt a page of Python's own reference and the start of a story.
