@@ -15,12 +15,14 @@ from torch_kvq import ops
 from torch_kvq.ops import sparse_reference
 
 kernels = test_sparse_cuda.kernels
-in_launches = pytest.mark.parametrize("group", [4, 6], ids=["one", "several"])  # query heads a kv head
+SUMMED = dataclasses.replace(ITEM, tokens=1500, group=6)  # the scan adds up masses
+SCORED = dataclasses.replace(ITEM, group=6)  # of more segments than it may have for that
+by_kernels = pytest.mark.parametrize("case", [ITEM, SUMMED, SCORED], ids=["item", "summed", "scored"])
 
 
 def heavy(terms, index):
     """All mass in one token."""
-    index.bias[:, :, 1700] += 60
+    index.bias[:, :, 1300] += 60
 
 
 def front(terms, index):
@@ -65,36 +67,32 @@ def strange(terms, index):
 EDITS = [heavy, front, ascending, descending, flat, low, dead, high, strange]
 
 
-def of_group(edit, group):
-    return of_item(edit, dataclasses.replace(ITEM, group=group))
-
-
-@in_launches
+@by_kernels
 @pytest.mark.parametrize("top_p", [0.2, 0.99])
 @pytest.mark.parametrize("edit", EDITS)
-def test_hard_scores(edit, top_p, group, kernels):
-    check_item(kernels, of_group(edit, group), top_p)
+def test_hard_scores(edit, top_p, case, kernels):
+    check_item(kernels, of_item(edit, case), top_p)
 
 
-@in_launches
+@by_kernels
 @pytest.mark.parametrize("more", [-torch.inf, -150.0, 60.0])
 @pytest.mark.parametrize("edit", [None, low, dead, high])
-def test_hard_scores_next_to_exact_tokens(edit, more, group, kernels):
+def test_hard_scores_next_to_exact_tokens(edit, more, case, kernels):
     """Exact tokens have no mass, one that is far too low, or most of it."""
-    check_item(kernels, of_group(edit, group), 0.5 if more < 60 else 0.9999, more=more)
+    check_item(kernels, of_item(edit, case), 0.5 if more < 60 else 0.9999, more=more)
 
 
-@in_launches
+@by_kernels
 @pytest.mark.parametrize("capacity", [1, 300])
 @pytest.mark.parametrize("edit", [front, flat, high, strange])
-def test_hard_selections_are_cut_to_their_capacity(edit, capacity, group, kernels):
-    check_item(kernels, of_group(edit, group), 0.9, capacity=capacity)
+def test_hard_selections_are_cut_to_their_capacity(edit, capacity, case, kernels):
+    check_item(kernels, of_item(edit, case), 0.9, capacity=capacity)
 
 
 @pytest.mark.parametrize("edit", [test_sparse_item_cuda.unknown, test_sparse_item_cuda.large, test_sparse_item_cuda.tiny])
 @pytest.mark.parametrize("top_p", [0.0, 0.5, 1.0])
 def test_odd_scores_in_several_launches(top_p, edit, kernels):
-    check_item(kernels, of_group(edit, 6), top_p)
+    check_item(kernels, of_item(edit, SUMMED), top_p)
 
 
 def long_coding(batch, heads, tokens, group):
