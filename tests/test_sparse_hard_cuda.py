@@ -43,8 +43,8 @@ def flat(terms, index):
 
 
 def low(terms, index):
-    """Masses of a row too small for sums relative to exp(0)."""
-    terms[:, ::2, :, 3] -= 150
+    """Masses of every other row, not of the first, too small for sums relative to exp(0)."""
+    terms[:, 1::2, :, 3] -= 150
 
 
 def dead(terms, index):
