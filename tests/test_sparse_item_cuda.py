@@ -16,22 +16,28 @@ from torch_kvq.ops import sparse_reference
 
 kernels = test_sparse_cuda.kernels
 ITEM = SparseCase("item", dim=128, tokens=2500, group=4, batch=2, heads=2, centred=True)  # of several blocks of threads
+LONG = dataclasses.replace(ITEM, tokens=45000, batch=1, heads=1)  # of as many as one item may have, a few parts each
 
 
-def of_item(edit=None, case=ITEM, scale=0.3):
-    """Arguments of ``sign_top_p_select`` up to ``scale``, which ``edit(terms, index)`` may change."""
+def of_item(edit=None, case=ITEM, scale=0.3, junk=False):
+    """Arguments of ``sign_top_p_select`` up to ``scale``, which ``edit(terms, index)`` may change. With the ``junk`` of unused
+    capacity as tokens every row has scores that are unknown, and is handled like one with large scores."""
     index = index_of(case)
     planes, terms, _ = coded(index, scale)
     if edit:
         edit(terms, index)
-    return planes, terms, index.sign, index.factor, index.bias, case.dim, scale
+    parts = index.sign, index.factor, index.bias
+    if not junk:
+        parts = (x[:, :, : case.tokens] if x.numel() else x for x in parts)
+    return planes, terms, *parts, case.dim, scale
 
 
-def check_item(kernels, coding, top_p, capacity=None, start=0):
-    """One selection against the reference; scores stay in the kernel unless a ``capacity`` may be exceeded."""
+def check_item(kernels, coding, top_p, capacity=None, start=0, more=0.0):
+    """One selection against the reference, where exact tokens have some log-sum-exp and ``more``. Scores of up to four rows a
+    kv head stay in the kernel unless a ``capacity`` may be exceeded."""
     planes, sign = coding[0], coding[2]
     tokens, selections, room = sign.shape[2] - start, sign.shape[:2], capacity or sign.shape[2] - start
-    lse = torch.linspace(-1, 3, planes.shape[1])[None, :, None].expand(planes.shape[:3])
+    lse = more + torch.linspace(-1, 3, planes.shape[1])[None, :, None].expand(planes.shape[:3])
     scores, scores_whole = fenced((*planes.shape[:3], tokens), HALF)
     (indices, indices_whole), (count, count_whole) = (fenced(s, torch.int32) for s in ((*selections, room), selections))
     kernels.sign_top_p_select(*coding, start, lse, top_p, scores, indices, count)
@@ -42,23 +48,43 @@ def check_item(kernels, coding, top_p, capacity=None, start=0):
     assert torch.equal(count, expected[2])
     for b, k in count.nonzero().tolist():
         assert torch.equal(indices[b, k, : count[b, k]], expected[1][b, k, : count[b, k]])
-    assert capacity or scores.isnan().all()
+    if planes.shape[1] * planes.shape[2] > 4 * sign.shape[1]:
+        torch.testing.assert_close(scores, expected[0], rtol=0, atol=0, equal_nan=True)
+    else:
+        assert capacity or scores.isnan().all()
 
 
+with_junk = pytest.mark.parametrize("junk", [False, True], ids=["tokens", "junk"])
+
+
+@with_junk
 @pytest.mark.parametrize("top_p", [0.0, 0.5, 0.95, 1.0])
-def test_scores_of_four_rows_stay_in_the_kernel(top_p, kernels):
-    check_item(kernels, of_item(), top_p)
+def test_scores_of_four_rows_stay_in_the_kernel(top_p, junk, kernels):
+    check_item(kernels, of_item(junk=junk), top_p)
+
+
+@with_junk
+@pytest.mark.parametrize("tokens", [1, 33, 64, 65, 700, 5600])
+def test_items_of_any_number_of_blocks(tokens, junk, kernels):
+    """Ends of words, of parts and of segments; unused capacity may begin within each."""
+    case = SparseCase("any", dim=128, tokens=tokens, group=2, queries=2, batch=2, heads=3)
+    check_item(kernels, of_item(case=case, junk=junk), 0.7)
+
+
+@pytest.mark.parametrize("group, queries", [(2, 1), (1, 3), (1, 4)])
+def test_queries_of_several_tokens(group, queries, kernels):
+    check_item(kernels, of_item(case=dataclasses.replace(ITEM, group=group, queries=queries)), 0.6)
 
 
 def unknown(terms, index):
     terms[:, 1] = torch.nan  # a row
     index.factor[:, 0, 70] = torch.nan  # a token
-    index.bias[:, :, 2000] = torch.inf
+    index.bias[:, :, 1400] = torch.inf
 
 
 def large(terms, index):
     terms[:, 2] *= 300
-    index.bias[0, 1, 1234] = 60000.0
+    index.bias[0, -1, 1234] = 60000.0
 
 
 def hidden(terms, index):
@@ -76,21 +102,30 @@ def tiny(terms, index):
     index.bias.mul_(1e-7)
 
 
+@with_junk
 @pytest.mark.parametrize("top_p", [0.5, 0.95])
 @pytest.mark.parametrize("edit", [unknown, large, hidden, equal, tiny])
-def test_odd_scores_of_four_rows(edit, top_p, kernels):
-    check_item(kernels, of_item(edit), top_p)
+def test_odd_scores_of_four_rows(edit, top_p, junk, kernels):
+    check_item(kernels, of_item(edit, junk=junk), top_p)
 
 
+@with_junk
 @pytest.mark.parametrize("edit", [None, unknown, large])
-def test_a_selection_of_four_rows_is_cut_to_its_capacity(edit, kernels):
-    check_item(kernels, of_item(edit), 0.9, capacity=200)
+def test_a_selection_of_four_rows_is_cut_to_its_capacity(edit, junk, kernels):
+    check_item(kernels, of_item(edit, junk=junk), 0.9, capacity=200)
 
 
+@pytest.mark.parametrize("edit", [None, unknown, large, equal])
+def test_blocks_of_long_contexts_meet(edit, kernels):
+    check_item(kernels, of_item(edit, LONG), 0.8, capacity=4000 if edit else None)
+
+
+@with_junk
 @pytest.mark.parametrize("start", [3, 8])
-def test_rows_begin_anywhere(start, kernels):
-    case = SparseCase("odd", dim=112, tokens=1301, group=3, heads=2, centred=start == 3)
-    check_item(kernels, of_item(case=case), 0.8, start=start)
+@pytest.mark.parametrize("tokens", [130, 1301])
+def test_rows_begin_anywhere(tokens, start, junk, kernels):
+    case = SparseCase("odd", dim=112, tokens=tokens, group=3, heads=2, centred=start == 3)
+    check_item(kernels, of_item(case=case, junk=junk), 0.8, start=start)
 
 
 @pytest.mark.parametrize("tokens", [5500, 5600])
