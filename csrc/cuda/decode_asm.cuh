@@ -66,6 +66,19 @@ __device__ __forceinline__ void hold(X *&address) {
 __device__ __forceinline__ void hold(int &index) { asm volatile("" : "+r"(index)); }
 __device__ __forceinline__ void hold(uint32_t &index) { asm volatile("" : "+r"(index)); }
 
+// threadIdx.x and blockIdx, read anew instead of kept in registers since they were last used.
+__device__ __forceinline__ int thread_again() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+__device__ __forceinline__ int3 block_again() {
+  int3 x;
+  asm volatile("mov.u32 %0, %%ctaid.x; mov.u32 %1, %%ctaid.y; mov.u32 %2, %%ctaid.z;"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z));
+  return x;
+}
+
 // Brings the parameters of a launch, which are cold, one word of every 64 bytes.
 template <class Parameters>
 __device__ __forceinline__ void fetch_parameters(const Parameters &parameters) {
@@ -87,6 +100,74 @@ int count_at_once(Kernel kernel, int threads, int bytes) {
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, bytes);
   return processors * each;
 }
+
+// Clusters of `size` CTAs, one above the other in y, that run at the same time; 0 before sm_90 and where they do not fit.
+template <class Kernel>
+int count_clusters_at_once(Kernel kernel, int size, int threads, int bytes) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1, (unsigned)size), config.blockDim = dim3((unsigned)threads);
+  config.dynamicSmemBytes = (size_t)bytes;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 1, cluster.val.clusterDim.y = (unsigned)size, cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster, config.numAttrs = 1;
+  int count = 0;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // the answer, not an error of the launches to come
+    return 0;
+  }
+  return count;
+}
+
+// A barrier of the cluster in two halves, each of whole warps. What a thread did before it arrived is seen by all that
+// have waited. A launch without clusters is one of clusters of one CTA.
+__device__ __forceinline__ void arrive_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// What lies at an address in shared memory, in that of CTA `rank` of the cluster; before sm_90 the only one.
+__device__ __forceinline__ uint32_t address_in_cluster(uint32_t address, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+#else
+  return address;
+#endif
+}
+#if __CUDA_ARCH__ >= 900
+#define KVQ_LOAD_SHARED "ld.shared::cluster"
+#else
+#define KVQ_LOAD_SHARED "ld.shared"
+#endif
+// N floats, at a multiple of their size or of 16 bytes. Not moved across a barrier.
+template <int N>
+__device__ __forceinline__ void load_in_cluster(float (&to)[N], uint32_t address) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      asm volatile(KVQ_LOAD_SHARED ".v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(to[i]), "=f"(to[i + 1]), "=f"(to[i + 2]), "=f"(to[i + 3])
+                   : "r"(address + 4 * i)
+                   : "memory");
+  } else if constexpr (N == 2) {
+    asm volatile(KVQ_LOAD_SHARED ".v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(address) : "memory");
+  } else {
+    static_assert(N == 1, "one float, two or a multiple of four");
+    asm volatile(KVQ_LOAD_SHARED ".f32 %0, [%1];" : "=f"(to[0]) : "r"(address) : "memory");
+  }
+}
+#undef KVQ_LOAD_SHARED
 
 }  // namespace cuda
 }  // namespace kvq

@@ -9,12 +9,14 @@ namespace cuda {
 constexpr int MANY_ROWS = 512;  // from here on a row is combined by fewer threads
 constexpr int MANY_PARTS = 64;  // more are not asked for at once, but where rows are few and parts many
 
-// How a call is cut, and its scratch. Packed parts come first; part p of head bh and row r is at index
+// How a call is cut, and its scratch, if it has any. Packed parts come first; part p of head bh and row r is at index
 // (bh * count + p) * rows + r.
 struct Parts {
   float *sums;    // [.., VDIM], packed ones in rotated space
   float2 *state;  // maximum in log2, sum of the weights
   int packed, exact;
+  bool clustered;    // the CTAs of a head end its rows, as one cluster; there is no scratch
+  int exact_shares;  // warps that the exact tokens of a head are dealt to
   int first_tile, num_tiles, exact_steps;
   int room;  // where all warps of a CTA work on its few tiles together: for how many it has memory, else 0
 
@@ -59,6 +61,20 @@ struct RowEnd {
     if (IN_REGISTERS && !v.rotation.matrix) rotation.load(v.rotation, true, lane);
     if (centre) load_row(c, centre, lane);
     if (balance) load_row(b, balance, lane);
+  }
+
+  // The same from shared memory of the cluster.
+  static __device__ __forceinline__ void load_part(float (&to)[N], uint32_t from, int lane) {
+    if constexpr (IN_REGISTERS) {
+      load_in_cluster(to, from + 4 * N * lane);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        float one[1] = {0};
+        if (in_row(i, lane)) load_in_cluster(one, from + 4 * dim_of(i, lane));
+        to[i] = one[0];
+      }
+    }
   }
 
   // Sums of `lanes` threads a dim: partial [lanes][2][VDIM].

@@ -2,6 +2,7 @@
 // packed parts run at the same time.
 #pragma once
 
+#include <array>
 #include <mutex>
 
 #include "decode_attend.h"
@@ -28,6 +29,18 @@ struct DecodeLaunch {
     return blocks;
   }
 
+  // Whether so many CTAs form a cluster a head, all of which run at the same time.
+  static bool find_room(int64_t size, int64_t heads) {
+    if (S::EXACT_APART || size > MAX_CLUSTER) return false;
+    static std::array<int, MAX_CLUSTER + 1> at_once = [] {
+      std::array<int, MAX_CLUSTER + 1> counts{};
+      for (int n = 2; n <= MAX_CLUSTER; n++)
+        counts[n] = count_clusters_at_once(decode_kernel<T, S>, n, 32 * S::LONG_WARPS, S::SIZE);
+      return counts;
+    }();
+    return size == 1 || heads <= at_once[size];
+  }
+
   // Short contexts: up to TILES tiles a CTA, the rest of the card for exact tokens. False if there would be more.
   template <int TILES>
   static bool cut_short(const Attention &a, Parts &parts) {
@@ -40,6 +53,7 @@ struct DecodeLaunch {
     parts.packed = (int)ceil_div(parts.num_tiles, tiles);
     if (exact_ctas > at_once - parts.packed) exact_ctas = at_once - parts.packed;
     parts.exact = (int)(parts.exact_steps < WARPS * exact_ctas ? parts.exact_steps : WARPS * exact_ctas);
+    parts.exact_shares = parts.exact;
     parts.room = TILES;
     return true;
   }
@@ -60,7 +74,9 @@ struct DecodeLaunch {
     // The fifth warp attends to them alone unless it would work longer than the others: a tile takes two steps' time.
     bool alone = S::FIFTH && parts.exact_steps <= 4 * parts.packed + 2 * parts.num_tiles / WARPS;
     int most_exact = S::EXACT_APART ? EXACT_PARTS : alone ? parts.packed : WARPS * parts.packed;
-    parts.exact = parts.exact_steps < most_exact ? parts.exact_steps : most_exact;
+    parts.exact_shares = parts.exact_steps < most_exact ? parts.exact_steps : most_exact;
+    parts.exact = S::EXACT_APART || parts.exact_shares < parts.packed ? parts.exact_shares : parts.packed;
+    parts.clustered = find_room(parts.packed, heads * row_blocks);
     return place(a, scratch, parts);
   }
 
@@ -71,7 +87,8 @@ struct DecodeLaunch {
   }
 
   static int64_t scratch_bytes(const Attention &a) {
-    return (4 * S::VDIM + 8) * a.batch * a.heads * a.rows * (int64_t)parts_of(a, nullptr).count();
+    Parts parts = parts_of(a, nullptr);
+    return parts.clustered ? 0 : (4 * S::VDIM + 8) * a.batch * a.heads * a.rows * (int64_t)parts.count();
   }
 
   static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
@@ -86,7 +103,10 @@ struct DecodeLaunch {
         std::lock_guard<std::mutex> lock(mutex);
         launch_behind(short_kernel<T, S>, grid, THREADS, S::short_size(parts.room), stream, args, parts);
       }
-    if (!parts.room) launch_behind(decode_kernel<T, S>, grid, 32 * S::LONG_WARPS, S::SIZE, stream, args, parts);
+    dim3 cluster(1, parts.clustered ? (unsigned)parts.packed : 1);
+    if (!parts.room)
+      launch_clusters_behind(decode_kernel<T, S>, grid, cluster, 32 * S::LONG_WARPS, S::SIZE, stream, args, parts);
+    if (parts.clustered) return;
     int64_t rows = a.batch * a.heads * a.rows;
     auto combine = [&](auto kernel, int threads) {
       launch_behind(kernel, dim3((unsigned)rows), threads, threads / 8 * parts.count(), stream, args, parts);

@@ -23,7 +23,39 @@ FEW_ROW_CASES = [
     for case in CASES
     if case.name in (FEW_ROWS.split() if dim == 128 else "T33 T4097 G8 mask-bool only-exact".split())
 ]
+FEW_ROW_CASES += [
+    dataclasses.replace(case, dim=dim, dtype=FEW_ROW_DIMS[dim], name=f"{case.name}-D{dim}")
+    for dim in (64, 80, 128)
+    for case in [
+        # In the emulator: clusters of eight CTAs and of four, a CTA alone, parts that are combined by a second launch.
+        Case("of-eight", tokens=5000, exact=132, heads=1, group=4),
+        Case("of-eight-rows", tokens=4200, exact=300, heads=1, group=8, mask="float", sink_logits=True),
+        Case("of-four", tokens=3001, exact=40, group=3, softcap=5.0, start=300),
+        Case("of-four-rows", tokens=2500, exact=500, heads=1, group=16),
+        Case("alone", tokens=1100, batch=3, group=4, mask="bool"),
+        Case("alone-rows", tokens=1100, batch=3, group=4, queries=2),
+        Case("combined", tokens=1700, exact=100, batch=2, group=4),
+        Case("combined-rows", tokens=1700, exact=260, batch=2, group=7, mask="heads"),
+    ]
+]
 FEW_ROW_CASES += [Case("body-and-long-exact", tokens=1700, exact=1100, dim=128, dtype=torch.bfloat16)]
+# Too large for the emulator: on a card with room for some 264 CTAs, clusters of four, of eight, CTAs alone, parts that
+# are combined.
+CARD_CASES = [
+    dataclasses.replace(case, dim=dim, name=f"{case.name}-D{dim}", dtype=torch.bfloat16)
+    for dim in (64, 128)
+    for case in [
+        Case("card-four", batch=8, heads=8, tokens=3000, exact=132, group=4),
+        Case("card-four-rows", batch=4, heads=16, tokens=3000, exact=132, group=8),
+        Case("card-eight", batch=2, heads=16, tokens=6200, exact=132, group=4, mask="bool"),
+        Case("card-alone", batch=16, heads=16, tokens=700, exact=132, group=4),
+        Case("card-alone-rows", batch=16, heads=16, tokens=700, exact=132, group=7),
+        Case("card-short", heads=8, tokens=2048, exact=132, group=4),
+        Case("card-short-rows", heads=8, tokens=8000, exact=132, group=8),
+        Case("card-combined", heads=8, tokens=9000, exact=132, group=4),
+        Case("card-combined-long", heads=4, tokens=70000, exact=132, group=2),
+    ]
+]
 
 
 def named(case: Case) -> str:
