@@ -112,12 +112,21 @@ int count_clusters_at_once(Kernel kernel, int size, int threads, int bytes) {
   cluster.val.clusterDim.x = 1, cluster.val.clusterDim.y = (unsigned)size, cluster.val.clusterDim.z = 1;
   config.attrs = &cluster, config.numAttrs = 1;
   int count = 0;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess ||
+  constexpr int PORTABLE = 8;
+  if ((size > PORTABLE &&
+       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) ||
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess ||
       cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
     cudaGetLastError();  // the answer, not an error of the launches to come
     return 0;
   }
   return count;
+}
+
+// A barrier of the first COUNT threads of the CTA, whole warps.
+template <int COUNT>
+__device__ __forceinline__ void sync_first() {
+  asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
 // A barrier of the cluster in two halves, each of whole warps. What a thread did before it arrived is seen by all that

@@ -14,6 +14,9 @@ namespace cuda {
 constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
 constexpr int SHORT_TILES = WARPS;   // at most, of a CTA whose warps work on them together
 constexpr int FEW_TILES = 2;         // with room for no more, more such CTAs run at the same time
+constexpr int SHORT_CLUSTER = 8;     // CTAs, of short contexts
+constexpr int SHORT_STEPS = 3;       // of exact tokens, at most, of a warp while others work on a few tiles
+constexpr int LONG_CLUSTER = 8;      // CTAs, of others
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
 
 template <class T, class S>
@@ -25,20 +28,40 @@ struct DecodeLaunch {
   }
   template <int TILES>
   static int short_blocks_at_once() {
-    static int blocks = count_at_once(short_kernel<T, S>, THREADS, S::short_size(TILES));
+    static int blocks = count_at_once(short_kernel<T, S, false>, THREADS, S::short_size(TILES));
     return blocks;
   }
 
-  // Whether so many CTAs form a cluster a head, all of which run at the same time.
-  static bool find_room(int64_t size, int64_t heads) {
-    if (S::EXACT_APART || size > MAX_CLUSTER) return false;
-    static std::array<int, MAX_CLUSTER + 1> at_once = [] {
-      std::array<int, MAX_CLUSTER + 1> counts{};
-      for (int n = 2; n <= MAX_CLUSTER; n++)
-        counts[n] = count_clusters_at_once(decode_kernel<T, S>, n, 32 * S::LONG_WARPS, S::SIZE);
-      return counts;
-    }();
-    return size == 1 || heads <= at_once[size];
+  // How many clusters of n CTAs run at the same time, in place n.
+  template <class Kernel>
+  static std::array<int, MAX_CLUSTER + 1> count_clusters(Kernel kernel, int threads, int bytes) {
+    std::array<int, MAX_CLUSTER + 1> counts{0, count_at_once(kernel, threads, bytes)};
+    for (int n = 2; n <= MAX_CLUSTER; n++) counts[n] = count_clusters_at_once(kernel, n, threads, bytes);
+    return counts;
+  }
+
+  // Whether the parts of each of so many heads are made by a cluster of the long kernel, all of them at the same time.
+  static bool fit_clusters(int64_t parts, int64_t heads) {
+    if (S::EXACT_APART || parts > LONG_CLUSTER) return false;
+    static const auto at_once = count_clusters(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
+    return parts == 1 || heads <= at_once[parts];
+  }
+
+  // Short contexts in clusters as large as there is room for. False if a CTA would have too much to do.
+  static bool cut_short_in_clusters(const Attention &a, Parts &parts) {
+    if constexpr (S::CLUSTERED) {
+      static const auto at_once = count_clusters(short_kernel<T, S, true>, THREADS + 32, S::FEW_SIZE);
+      int64_t heads = a.batch * a.heads * ceil_div(a.rows, S::NUM_ROWS), size = SHORT_CLUSTER;
+      if (size > parts.num_tiles && size > parts.exact_steps)
+        size = parts.num_tiles > parts.exact_steps ? parts.num_tiles : parts.exact_steps;
+      while (size > 1 && at_once[size] < heads) size--;
+      if (parts.num_tiles < 1 || at_once[size] < heads) return false;
+      if (parts.num_tiles > SHORT_TILES * size || parts.exact_steps > SHORT_STEPS * size) return false;
+      parts.packed = (int)size, parts.room = SHORT_TILES, parts.clustered = true;
+      parts.exact = parts.exact_shares = parts.exact_steps < parts.packed ? parts.exact_steps : parts.packed;
+      return true;
+    }
+    return false;
   }
 
   // Short contexts: up to TILES tiles a CTA, the rest of the card for exact tokens. False if there would be more.
@@ -64,7 +87,8 @@ struct DecodeLaunch {
     parts.first_tile = (int)(a.start / TILE_LEN);
     parts.num_tiles = (int)ceil_div(a.length, TILE_LEN) - parts.first_tile;
     parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
-    if (cut_short<FEW_TILES>(a, parts) || cut_short<SHORT_TILES>(a, parts)) return place(a, scratch, parts);
+    if (cut_short_in_clusters(a, parts) || cut_short<FEW_TILES>(a, parts) || cut_short<SHORT_TILES>(a, parts))
+      return place(a, scratch, parts);
     int64_t splits = blocks_at_once() / (heads * row_blocks), most = ceil_div(parts.exact_steps, WARPS);
     int64_t least = ceil_div(parts.num_tiles, WARPS * MAX_WARP_TILES);
     most = most > parts.num_tiles ? most : parts.num_tiles;  // a tile or four steps of exact tokens for each
@@ -76,7 +100,7 @@ struct DecodeLaunch {
     int most_exact = S::EXACT_APART ? EXACT_PARTS : alone ? parts.packed : WARPS * parts.packed;
     parts.exact_shares = parts.exact_steps < most_exact ? parts.exact_steps : most_exact;
     parts.exact = S::EXACT_APART || parts.exact_shares < parts.packed ? parts.exact_shares : parts.packed;
-    parts.clustered = find_room(parts.packed, heads * row_blocks);
+    parts.clustered = fit_clusters(parts.packed, heads * row_blocks);
     return place(a, scratch, parts);
   }
 
@@ -93,19 +117,23 @@ struct DecodeLaunch {
 
   static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
     Parts parts = parts_of(a, scratch);
-    int64_t apart = S::EXACT_APART || parts.room ? ceil_div(parts.exact, WARPS) : 0;
+    int64_t apart = S::EXACT_APART || (parts.room && !parts.clustered) ? ceil_div(parts.exact, WARPS) : 0;
     dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + apart), (unsigned)ceil_div(a.rows, S::NUM_ROWS));
+    dim3 cluster(1, parts.clustered ? grid.y : 1);
     DecodeArgs args;
     to_args(a, args);
-    if constexpr (S::SHORT)
-      if (parts.room) {
-        static std::mutex mutex;  // threads with other sizes change the kernel's limit
-        std::lock_guard<std::mutex> lock(mutex);
-        launch_behind(short_kernel<T, S>, grid, THREADS, S::short_size(parts.room), stream, args, parts);
-      }
-    dim3 cluster(1, parts.clustered ? (unsigned)parts.packed : 1);
-    if (!parts.room)
-      launch_clusters_behind(decode_kernel<T, S>, grid, cluster, 32 * S::LONG_WARPS, S::SIZE, stream, args, parts);
+    auto start = [&](auto kernel, int threads, int bytes) {
+      launch_clusters_behind(kernel, grid, cluster, threads, bytes, stream, args, parts);
+    };
+    if (!parts.room) {
+      start(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
+    } else if (parts.clustered) {
+      if constexpr (S::CLUSTERED) start(short_kernel<T, S, true>, THREADS + 32, S::FEW_SIZE);
+    } else if constexpr (S::SHORT) {
+      static std::mutex mutex;  // threads with other sizes change the kernel's limit
+      std::lock_guard<std::mutex> lock(mutex);
+      start(short_kernel<T, S, false>, THREADS, S::short_size(parts.room));
+    }
     if (parts.clustered) return;
     int64_t rows = a.batch * a.heads * a.rows;
     auto combine = [&](auto kernel, int threads) {

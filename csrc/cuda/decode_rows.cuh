@@ -8,7 +8,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int MAX_CLUSTER = 8;  // CTAs; more are not portable
+constexpr int MAX_CLUSTER = 16;  // CTAs
 
 template <class T, class S>
 struct ClusterRows {

@@ -1,7 +1,7 @@
 // The decode kernel of short contexts. A CTA has at most a tile a warp, which all its warps work on together: a warp
 // scores eight tokens of every block, all learn the maximum, and each sums 32 dims of the values over all tokens. So
 // nothing is scaled twice, no warp's sums are merged, and the way from the first byte to the part is a third as long as
-// decode_kernel's; for long contexts it is wasteful. Exact tokens have CTAs of their own.
+// decode_kernel's; for long contexts it is wasteful. Exact tokens have CTAs of their own or, in clusters, a warp of each.
 #pragma once
 
 #include "decode_kernel.cuh"
@@ -108,10 +108,10 @@ struct ShortWarp {
     packed.sum_values(tile, at, values, lane / 4, weight, first);
   }
 
-  // This warp's dims of the part to `sums` [rows][VDIM].
-  __device__ __forceinline__ void store(float *sums, int rows, float value_step, int first, int lane) const {
+  // This warp's dims of the part.
+  __device__ __forceinline__ void store(const PartPlace &to, int rows, float value_step, int first, int lane) const {
     int g = lane / 4, c = lane % 4;
-    float unit = value_step / packed.one(), half[Packed::LIMBS][2];
+    float unit = value_step * packed.inverse_of_one(), half[Packed::LIMBS][2];
     packed.halves(half, c);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -128,47 +128,22 @@ struct ShortWarp {
       }
       int row = 2 * c + i;
       if (row < rows)
-        *(float4 *)(sums + row * S::VDIM + first + Packed::dim_of(0, 0, g)) =
+        *(float4 *)(to.sums + row * to.pitch + first + Packed::dim_of(0, 0, g)) =
             make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
   }
 };
 
-template <class T, class S>
-__global__ void __launch_bounds__(THREADS, 3)
-    short_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
-  extern __shared__ __align__(128) char memory[];
-  __shared__ ShortExchange<S> all;
-  int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
-  int rows = min(a.rows - first_row, S::NUM_ROWS);
-  uint32_t *tiles = (uint32_t *)memory, to = shared_address(tiles + warp * S::Tile::SIZE);
-  Queries<S::DIM> queries(memory + S::short_queries(parts.room));
-  int first = parts.tile(blockIdx.y), count = parts.tile(blockIdx.y + 1) - first;
-  QueryRows<T, S::DIM> query;
-  query.place(a, b, h, h, first_row + warp, warp < rows, lane);
-  TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, first + count, lane);
-  source.hold(), fetch_parameters(a), fetch_parameters(parts);
-  wait_for_kernels_ahead();
-  if (blockIdx.y >= parts.packed) {
-    let_next_kernel_begin();
-    return attend_exact_apart<T, S>(a, parts, memory, b, h, first_row, rows);
-  }
-  query.load(a, lane);
-  float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
-  float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
-  source.start_keys(first + warp, to, lane), source.start_values(first + warp, to, lane);
-  close_copies();
-  let_next_kernel_begin();
-  ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
-  store_queries<S>(query, a, keys.step, queries, b, h, h, first_row, rows, warp, lane);
-  wait_copy_groups<0>();
-  __syncthreads();
+// Tiles first .. first + count, which are in shared memory, become a part, by four warps together.
+template <class S>
+__device__ __forceinline__ void attend_together(const DecodeArgs &a, ShortExchange<S> &all, const uint32_t *tiles,
+                                                const Queries<S::DIM> &queries, const ByteTable &keys,
+                                                const ByteTable &values, const RowMask &mask, int first, int count,
+                                                int rows, const PartPlace &to, int warp, int lane) {
+  int g = lane >> 2, c = lane & 3;
   ShortWarp<S> mine;
   const typename ShortWarp<S>::Places at(0, g, c);
   mine.packed.load_queries(queries.bytes, queries.info, g, c);
-  int row = g & (S::NUM_ROWS - 1);
-  RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
 #pragma unroll
   for (int j = 0; j < WARPS; j++)
     if (j < count) {
@@ -177,18 +152,69 @@ __global__ void __launch_bounds__(THREADS, 3)
                  token + c * BLOCK_LEN + ShortWarp<S>::EIGHT * warp, mask, warp, g, c);
     }
   mine.tell_tops(all, count, warp, lane);
-  __syncthreads();
+  sync_first<THREADS>();
   mine.tell_weights(all, count, warp, lane);
-  __syncthreads();
-  int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
+  sync_first<THREADS>();
   if (warp == 0 && c == 0 && g < rows) {
     float sum = all.sum[0][g];
     for (int w = 1; w < WARPS; w++) sum += all.sum[w][g];
-    parts.state[index + g] = make_float2(mine.packed.top, sum / mine.packed.one());
+    to.state[g] = make_float2(mine.packed.top, sum * mine.packed.inverse_of_one());
   }
   if (32 * warp >= S::VDIM) return;
   for (int j = 0; j < count; j++) mine.add(all, tiles + j * S::Tile::SIZE, at, values, j, 32 * warp, lane);
-  mine.store(parts.sums + index * S::VDIM, rows, values.step, 32 * warp, lane);
+  mine.store(to, rows, values.step, 32 * warp, lane);
+}
+
+// CLUSTERED: the CTAs of a head are a cluster, which ends its rows, and a fifth warp attends to exact tokens.
+template <class T, class S, bool CLUSTERED>
+__global__ void __launch_bounds__(CLUSTERED ? THREADS + 32 : THREADS, CLUSTERED ? 2 : 3)
+    short_kernel(const __grid_constant__ DecodeArgs a, const __grid_constant__ Parts parts) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ ShortExchange<S> all;
+  int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int rows = min(a.rows - first_row, S::NUM_ROWS);
+  uint32_t *tiles = (uint32_t *)memory, address = shared_address(tiles + warp * S::Tile::SIZE);
+  Queries<S::DIM> queries(memory + (CLUSTERED ? S::FEW : S::short_queries(parts.room)));
+  int first = parts.tile(blockIdx.y), count = parts.tile(blockIdx.y + 1) - first;
+  QueryRows<T, S::DIM> query;
+  query.place(a, b, h, h, first_row + warp, warp < min(rows, WARPS), lane);
+  TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM> source(a, b, h, first + count, lane);
+  source.hold(), fetch_parameters(a), fetch_parameters(parts);
+  ClusterRows<T, S> end(parts, rows, blockIdx.y, warp);
+  ExactWarp<T, S::DIM, S::VDIM> exact(memory + S::FEW_EXACT);
+  bool fifth = CLUSTERED && warp == WARPS, has_exact = fifth && (int)blockIdx.y < parts.exact_shares;
+  wait_for_kernels_ahead();
+  if (!CLUSTERED && blockIdx.y >= parts.packed) {
+    let_next_kernel_begin();
+    return attend_exact_apart<T, S>(a, parts, memory, b, h, first_row, rows);
+  }
+  if (!fifth) query.load(a, lane);
+  float key_level = ByteTable::level_of(a.keys.levels, S::KBITS, lane);
+  float value_level = ByteTable::level_of(a.values.levels, S::VBITS, lane);
+  if (has_exact) exact.start_keys(a, b, h, blockIdx.y, lane), exact.start_values(a, b, h, blockIdx.y, lane);
+  source.start_keys(first + warp, address, lane), source.start_values(first + warp, address, lane);
+  close_copies();
+  if constexpr (CLUSTERED) end.load(a, b, h, lane);
+  let_next_kernel_begin();
+  ByteTable keys(key_level, S::KBITS, lane), values(value_level, S::VBITS, lane);
+  if (!fifth) {
+    store_queries<S>(query, a, keys.step, queries, b, h, h, first_row, rows, warp, lane);
+    wait_copy_groups<0>();
+  }
+  __syncthreads();
+  auto state = (float2 (*)[S::NUM_ROWS])(memory + S::FEW_STATES);
+  PartPlace to{(float *)queries.bytes, S::VDIM, state[0]}, to_exact{(float *)exact.keys, S::MERGE_ROW, state[1]};
+  if constexpr (!CLUSTERED) to = scratch_of<S>(a, parts, blockIdx.x, blockIdx.y, first_row);
+  int row = lane / 4 & (S::NUM_ROWS - 1);
+  RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
+  if (!fifth)
+    attend_together<S>(a, all, tiles, queries, keys, values, mask, first, count, rows, to, warp, lane);
+  else if (has_exact)
+    attend_exact<T, S, 1>(exact, a, parts, (const T *)queries.raw, b, h, first_row, blockIdx.y, parts.exact_shares,
+                          to_exact, lane);
+  if constexpr (CLUSTERED)
+    end.finish(a, parts, to, to_exact, (float *)memory + warp * S::VDIM, b, h, first_row, lane);
 }
 
 }  // namespace cuda

@@ -79,6 +79,10 @@ int count_clusters_at_once(Kernel, int size, int, int) {
   return size == 2 ? 0 : 8 / size;
 }
 
+template <int COUNT>
+void sync_first() {
+  emulated::meet_first(COUNT);
+}
 inline void arrive_in_cluster() { emulated::arrive_in_cluster(); }
 inline void wait_for_cluster() { emulated::wait_for_cluster(); }
 // The rank above 24 bits of the address.

@@ -34,7 +34,7 @@ struct Live {
   int rank;
   std::vector<Coroutine> coroutines;
   std::vector<Warp> warps;
-  std::vector<Thread *> at_barrier;
+  std::vector<Thread *> at_barrier, at_first;
   const char *barrier_name;
   int64_t num_alive;
   std::unique_ptr<char[]> memory;
@@ -64,7 +64,7 @@ void body() {
   live->num_alive--;
   self->warp->num_alive--;
   if (self->warp->num_waiting) fail("a lane returned while others of its warp wait for it");
-  if (!live->at_barrier.empty()) fail("a thread returned while others of its block wait for it");
+  if (!live->at_barrier.empty() || !live->at_first.empty()) fail("a thread returned while others of its block wait for it");
   leave();
 }
 
@@ -179,6 +179,17 @@ void meet_block(const char *instruction, void *operand,
     compute(live->at_barrier);
     for (Thread *t : live->at_barrier) ((Coroutine *)t)->blocked = false;
     live->at_barrier.clear();
+    return;
+  }
+  ((Coroutine *)thread)->blocked = true;
+  leave();
+}
+
+void meet_first(size_t count) {
+  live->at_first.push_back(thread);
+  if (live->at_first.size() == count) {
+    for (Thread *t : live->at_first) ((Coroutine *)t)->blocked = false;
+    live->at_first.clear();
     return;
   }
   ((Coroutine *)thread)->blocked = true;
