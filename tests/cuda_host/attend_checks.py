@@ -27,11 +27,16 @@ FEW_ROW_CASES += [
     dataclasses.replace(case, dim=dim, dtype=FEW_ROW_DIMS[dim], name=f"{case.name}-D{dim}")
     for dim in (64, 80, 128)
     for case in [
-        # In the emulator: clusters of eight CTAs and of four, a CTA alone, parts that are combined by a second launch.
+        # In the emulator: clusters of eight CTAs and of four, of the long kernel and of that of short contexts, a CTA alone,
+        # parts that are combined by a second launch.
         Case("of-eight", tokens=5000, exact=132, heads=1, group=4),
         Case("of-eight-rows", tokens=4200, exact=300, heads=1, group=8, mask="float", sink_logits=True),
         Case("of-four", tokens=3001, exact=40, group=3, softcap=5.0, start=300),
         Case("of-four-rows", tokens=2500, exact=500, heads=1, group=16),
+        Case("short-of-eight", tokens=1900, exact=132, heads=1, group=4),
+        Case("short-of-eight-rows", tokens=4000, exact=380, heads=1, group=8, mask="float", sink_logits=True),
+        Case("short-of-four", tokens=1001, exact=150, group=3, softcap=5.0, start=300),
+        Case("short-of-four-rows", tokens=700, exact=33, group=5),
         Case("alone", tokens=1100, batch=3, group=4, mask="bool"),
         Case("alone-rows", tokens=1100, batch=3, group=4, queries=2),
         Case("combined", tokens=1700, exact=100, batch=2, group=4),
