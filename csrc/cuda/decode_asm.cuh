@@ -136,6 +136,12 @@ __device__ __forceinline__ void arrive_in_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
+// Says that the CTA has begun, and what open_for_bytes did, no more.
+__device__ __forceinline__ void tell_cluster_of_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -177,6 +183,44 @@ __device__ __forceinline__ void load_in_cluster(float (&to)[N], uint32_t address
   }
 }
 #undef KVQ_LOAD_SHARED
+
+// A place in shared memory that counts bytes which arrive. `count` is 8 bytes; one thread opens it.
+__device__ __forceinline__ void open_for_bytes(uint32_t count, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(count) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(count), "r"(bytes) : "memory");
+#endif
+}
+// Two floats or four to an address in the shared memory of a CTA of the cluster, which counts them when they are there.
+template <int N>
+__device__ __forceinline__ void send_in_cluster(uint32_t to, const float (&x)[N], uint32_t count) {
+  static_assert(N == 2 || N == 4, "two floats or four");
+#if __CUDA_ARCH__ >= 900
+  if constexpr (N == 4)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(count)
+                 : "memory");
+  else
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "f"(x[0]), "f"(x[1]), "r"(count)
+                 : "memory");
+#endif
+}
+// Waits until all bytes have arrived that it was opened for.
+__device__ __forceinline__ void wait_for_bytes(uint32_t count) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(count)
+        : "memory");
+  } while (!done);
+#endif
+}
 
 }  // namespace cuda
 }  // namespace kvq

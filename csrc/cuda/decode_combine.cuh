@@ -16,6 +16,7 @@ struct Parts {
   float2 *state;  // maximum in log2, sum of the weights
   int packed, exact;
   bool clustered;    // the CTAs of a head end its rows, as one cluster; there is no scratch
+  bool small;        // by small_kernel
   int exact_shares;  // warps that the exact tokens of a head are dealt to
   int first_tile, num_tiles, exact_steps;
   int room;  // where all warps of a CTA work on its few tiles together: for how many it has memory, else 0
@@ -75,6 +76,18 @@ struct RowEnd {
         to[i] = one[0];
       }
     }
+  }
+
+  // Ends the row at `place`: the sums of its packed parts, still turned, and of its exact ones; the weights of all and of
+  // packed parts, counted from `most`; its sink. `memory` [VDIM] is of this warp alone.
+  __device__ __forceinline__ void finish(const DecodeArgs &a, const QueryPlace &place, float (&turned)[N],
+                                         const float (&exact)[N], float all, float packed, float most, float sink,
+                                         float *memory, int lane) const {
+    turn_back(turned, a.values.rotation, memory, lane);
+    if (a.sink_logits) all += fast_exp2(sink - most);
+    bool some = all > 0 || isnan(all);  // a NaN is not taken for a row that sees nothing
+    store((T *)a.out.data + place.at(a.out.stride), turned, exact, packed, some ? __fdividef(1, all) : 0, lane);
+    if (lane == 0) a.lse[place.at(a.lse_stride)] = some ? (most + log2f(all)) * (1 / LOG2E) : -INFINITY;
   }
 
   // Sums of `lanes` threads a dim: partial [lanes][2][VDIM].
@@ -141,8 +154,6 @@ __global__ void __launch_bounds__(NUM_THREADS)
   const float2 *state = parts.state + ((int64_t)bh * count * rows + row);
   const float *sums = parts.sums + ((int64_t)bh * count * rows + row) * VDIM + 4 * column;
   float sink = a.sink_logits ? a.sink_logits[place.head] * LOG2E : NO_SCORE;
-  T *out = (T *)a.out.data + place.at(a.out.stride);
-  float *lse = a.lse + place.at(a.lse_stride);
   RowEnd<T, VDIM> end;
   if (t < 32) end.load(a.values, b, h, t);
   wait_for_kernels_ahead();
@@ -197,14 +208,10 @@ __global__ void __launch_bounds__(NUM_THREADS)
   __syncthreads();
   if (t >= 32) return;
   all = totals.x, packed = totals.y;
-  if (a.sink_logits) all += fast_exp2(sink - most);
   float turned[RowEnd<T, VDIM>::N], exact[RowEnd<T, VDIM>::N];
   end.add_lanes(turned, partial[0][0], LANES, t);
   end.add_lanes(exact, partial[0][1], LANES, t);
-  end.turn_back(turned, a.values.rotation, y, t);
-  bool some = all > 0 || isnan(all);  // a NaN is not taken for a row that sees nothing
-  end.store(out, turned, exact, packed, some ? 1 / all : 0, t);
-  if (t == 0) *lse = some ? (most + log2f(all)) / LOG2E : -INFINITY;
+  end.finish(a, place, turned, exact, all, packed, most, sink, y, t);
 }
 
 }  // namespace cuda

@@ -34,12 +34,6 @@ struct DecodeShape {
   // Of a CTA with room for some tiles all of whose warps work on them together.
   static __host__ __device__ constexpr int short_queries(int room) { return larger(4 * room * Tile::SIZE, ALL_EXACT); }
   static constexpr int short_size(int room) { return short_queries(room) + Queries<DIM>::BYTES; }
-  // The same with a fifth warp for exact tokens, in a cluster: tiles, queries (the sums of packed tokens afterwards),
-  // states of the CTA's two parts, exact tokens (their sums afterwards).
-  static constexpr bool CLUSTERED = SHORT && !EXACT_APART;  // whether there is one
-  static constexpr int FEW = 4 * WARPS * Tile::SIZE, FEW_STATES = FEW + Queries<DIM>::BYTES;
-  static constexpr int FEW_EXACT = FEW_STATES + 2 * NUM_ROWS * (int)sizeof(float2), FEW_SIZE = FEW_EXACT + EXACT_WARP;
-  static_assert(4 * NUM_ROWS * VDIM <= Queries<DIM>::INFO, "sums fit");
 };
 
 // A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one. Its first copies

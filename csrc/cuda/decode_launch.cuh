@@ -6,7 +6,7 @@
 #include <mutex>
 
 #include "decode_attend.h"
-#include "decode_short.cuh"
+#include "decode_small.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -14,13 +14,12 @@ namespace cuda {
 constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
 constexpr int SHORT_TILES = WARPS;   // at most, of a CTA whose warps work on them together
 constexpr int FEW_TILES = 2;         // with room for no more, more such CTAs run at the same time
-constexpr int SHORT_CLUSTER = 8;     // CTAs, of short contexts
-constexpr int SHORT_STEPS = 3;       // of exact tokens, at most, of a warp while others work on a few tiles
-constexpr int LONG_CLUSTER = 8;      // CTAs, of others
+constexpr int SMALL_HEADS = 8;       // at most, that small_kernel was faster for
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
 
 template <class T, class S>
 struct DecodeLaunch {
+  using Small = SmallShape<S>;
   // CTAs of the card that run at the same time; all cards of a machine are taken to be alike.
   static int blocks_at_once() {
     static int blocks = count_at_once(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
@@ -28,7 +27,7 @@ struct DecodeLaunch {
   }
   template <int TILES>
   static int short_blocks_at_once() {
-    static int blocks = count_at_once(short_kernel<T, S, false>, THREADS, S::short_size(TILES));
+    static int blocks = count_at_once(short_kernel<T, S>, THREADS, S::short_size(TILES));
     return blocks;
   }
 
@@ -42,23 +41,22 @@ struct DecodeLaunch {
 
   // Whether the parts of each of so many heads are made by a cluster of the long kernel, all of them at the same time.
   static bool fit_clusters(int64_t parts, int64_t heads) {
-    if (S::EXACT_APART || parts > LONG_CLUSTER) return false;
+    if (S::EXACT_APART || parts > MAX_CLUSTER) return false;
     static const auto at_once = count_clusters(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
     return parts == 1 || heads <= at_once[parts];
   }
 
-  // Short contexts in clusters as large as there is room for. False if a CTA would have too much to do.
-  static bool cut_short_in_clusters(const Attention &a, Parts &parts) {
-    if constexpr (S::CLUSTERED) {
-      static const auto at_once = count_clusters(short_kernel<T, S, true>, THREADS + 32, S::FEW_SIZE);
-      int64_t heads = a.batch * a.heads * ceil_div(a.rows, S::NUM_ROWS), size = SHORT_CLUSTER;
-      if (size > parts.num_tiles && size > parts.exact_steps)
-        size = parts.num_tiles > parts.exact_steps ? parts.num_tiles : parts.exact_steps;
-      while (size > 1 && at_once[size] < heads) size--;
-      if (parts.num_tiles < 1 || at_once[size] < heads) return false;
-      if (parts.num_tiles > SHORT_TILES * size || parts.exact_steps > SHORT_STEPS * size) return false;
-      parts.packed = (int)size, parts.room = SHORT_TILES, parts.clustered = true;
-      parts.exact = parts.exact_shares = parts.exact_steps < parts.packed ? parts.exact_steps : parts.packed;
+  // Short contexts of few heads: a cluster each, two tiles a CTA and two steps of exact tokens a warp at most.
+  static bool cut_small(const Attention &a, Parts &parts) {
+    if constexpr (Small::EXISTS) {
+      static const int at_once =
+          count_clusters_at_once(small_kernel<T, S>, Small::CTAS, Small::NUM_THREADS, Small::SIZE);
+      int64_t heads = a.batch * a.heads * ceil_div(a.rows, S::NUM_ROWS);
+      if (heads > (at_once < SMALL_HEADS ? at_once : SMALL_HEADS)) return false;
+      if (parts.num_tiles < 1 || parts.num_tiles > Small::TEAMS * Small::CTAS) return false;
+      if (parts.exact_steps > 2 * Small::SHARES) return false;
+      parts.packed = Small::CTAS, parts.small = parts.clustered = true;
+      parts.exact = parts.exact_steps < Small::SHARES ? parts.exact_steps : Small::SHARES;
       return true;
     }
     return false;
@@ -87,7 +85,7 @@ struct DecodeLaunch {
     parts.first_tile = (int)(a.start / TILE_LEN);
     parts.num_tiles = (int)ceil_div(a.length, TILE_LEN) - parts.first_tile;
     parts.exact_steps = (int)ceil_div(a.exact_len, EXACT_STEP);
-    if (cut_short_in_clusters(a, parts) || cut_short<FEW_TILES>(a, parts) || cut_short<SHORT_TILES>(a, parts))
+    if (cut_small(a, parts) || cut_short<FEW_TILES>(a, parts) || cut_short<SHORT_TILES>(a, parts))
       return place(a, scratch, parts);
     int64_t splits = blocks_at_once() / (heads * row_blocks), most = ceil_div(parts.exact_steps, WARPS);
     int64_t least = ceil_div(parts.num_tiles, WARPS * MAX_WARP_TILES);
@@ -117,7 +115,7 @@ struct DecodeLaunch {
 
   static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
     Parts parts = parts_of(a, scratch);
-    int64_t apart = S::EXACT_APART || (parts.room && !parts.clustered) ? ceil_div(parts.exact, WARPS) : 0;
+    int64_t apart = S::EXACT_APART || parts.room ? ceil_div(parts.exact, WARPS) : 0;
     dim3 grid((unsigned)(a.batch * a.heads), (unsigned)(parts.packed + apart), (unsigned)ceil_div(a.rows, S::NUM_ROWS));
     dim3 cluster(1, parts.clustered ? grid.y : 1);
     DecodeArgs args;
@@ -125,14 +123,14 @@ struct DecodeLaunch {
     auto start = [&](auto kernel, int threads, int bytes) {
       launch_clusters_behind(kernel, grid, cluster, threads, bytes, stream, args, parts);
     };
-    if (!parts.room) {
+    if (parts.small) {
+      if constexpr (Small::EXISTS) start(small_kernel<T, S>, Small::NUM_THREADS, Small::SIZE);
+    } else if (!parts.room) {
       start(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
-    } else if (parts.clustered) {
-      if constexpr (S::CLUSTERED) start(short_kernel<T, S, true>, THREADS + 32, S::FEW_SIZE);
     } else if constexpr (S::SHORT) {
       static std::mutex mutex;  // threads with other sizes change the kernel's limit
       std::lock_guard<std::mutex> lock(mutex);
-      start(short_kernel<T, S, false>, THREADS, S::short_size(parts.room));
+      start(short_kernel<T, S>, THREADS, S::short_size(parts.room));
     }
     if (parts.clustered) return;
     int64_t rows = a.batch * a.heads * a.rows;

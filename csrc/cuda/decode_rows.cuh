@@ -8,7 +8,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int MAX_CLUSTER = 16;  // CTAs
+constexpr int MAX_CLUSTER = 8;  // CTAs
 
 template <class T, class S>
 struct ClusterRows {
@@ -82,11 +82,7 @@ struct ClusterRows {
       if (row < rows) add_up(parts, of_packed, of_exact, sink, lane);
       if (shared) arrive_in_cluster();  // nothing of the others is read any more
       if (row < rows) {
-        end.turn_back(turned, a.values.rotation, memory, lane);
-        if (a.sink_logits) all += fast_exp2(sink - most);
-        bool some = all > 0 || isnan(all);  // a NaN is not taken for a row that sees nothing
-        end.store((T *)a.out.data + place.at(a.out.stride), turned, exact, packed, some ? __fdividef(1, all) : 0, lane);
-        if (lane == 0) a.lse[place.at(a.lse_stride)] = some ? (most + log2f(all)) * (1 / LOG2E) : -INFINITY;
+        end.finish(a, place, turned, exact, all, packed, most, sink, memory, lane);
       }
       row += step;
     } while (row < rows);

@@ -87,6 +87,21 @@ inline void arrive_in_cluster() { emulated::arrive_in_cluster(); }
 inline void wait_for_cluster() { emulated::wait_for_cluster(); }
 // The rank above 24 bits of the address.
 inline uint32_t address_in_cluster(uint32_t address, int rank) { return address | (uint32_t)rank << 24; }
+inline void open_for_bytes(uint32_t count, uint32_t bytes) {
+  *(int64_t *)emulated::in_cluster(emulated::rank_in_cluster(), count, 8) = bytes;
+}
+template <int N>
+void send_in_cluster(uint32_t to, const float (&x)[N], uint32_t count) {
+  char *place = emulated::in_cluster(to >> 24, to & 0xffffff, sizeof x);
+  if ((uintptr_t)place % sizeof x) emulated::fail("an address in the cluster is not aligned");
+  if (to >> 24 != count >> 24) emulated::fail("bytes go to one block and are counted by another");
+  memcpy(place, x, sizeof x);
+  *(int64_t *)emulated::in_cluster(count >> 24, count & 0xffffff, 8) -= sizeof x;
+}
+inline void wait_for_bytes(uint32_t count) {
+  while (*(int64_t *)emulated::in_cluster(emulated::rank_in_cluster(), count, 8)) emulated::let_others_run();
+}
+inline void tell_cluster_of_begin() { emulated::arrive_in_cluster(); }
 template <int N>
 void load_in_cluster(float (&to)[N], uint32_t address) {
   constexpr int ALIGNMENT = N % 4 == 0 ? 16 : 4 * N;

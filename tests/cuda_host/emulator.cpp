@@ -214,7 +214,9 @@ void wait_for_cluster() {
   thread->cluster_phase = -1;
 }
 
-const char *in_cluster(int rank, int64_t offset, int64_t bytes) {
+int rank_in_cluster() { return live->rank; }
+
+char *in_cluster(int rank, int64_t offset, int64_t bytes) {
   const std::vector<char *> &memory = live->cluster->memory;
   if (rank < 0 || rank >= (int)memory.size()) fail("there is no such block in the cluster");
   if (!memory[rank]) fail("read from a block of the cluster that has not begun or has ended");

@@ -74,8 +74,9 @@ void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function
               dim3 cluster = dim3(1, 1, 1));
 void arrive_in_cluster();
 void wait_for_cluster();
+int rank_in_cluster();
 // What lies `offset` bytes into the dynamic shared memory of another block of the cluster, which must be alive.
-const char *in_cluster(int rank, int64_t offset, int64_t bytes);
+char *in_cluster(int rank, int64_t offset, int64_t bytes);
 bool in_shared(const void *address);
 
 struct Launch {
