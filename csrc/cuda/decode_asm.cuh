@@ -101,7 +101,8 @@ int count_at_once(Kernel kernel, int threads, int bytes) {
   return processors * each;
 }
 
-// Clusters of `size` CTAs, one above the other in y, that run at the same time; 0 before sm_90 and where they do not fit.
+// Clusters of `size` CTAs, one above the other in y, that run at the same time; 0 before sm_90 and where they do not
+// fit.
 template <class Kernel>
 int count_clusters_at_once(Kernel kernel, int size, int threads, int bytes) {
   cudaLaunchConfig_t config{};

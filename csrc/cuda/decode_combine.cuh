@@ -78,8 +78,8 @@ struct RowEnd {
     }
   }
 
-  // Ends the row at `place`: the sums of its packed parts, still turned, and of its exact ones; the weights of all and of
-  // packed parts, counted from `most`; its sink. `memory` [VDIM] is of this warp alone.
+  // Ends the row at `place`: the sums of its packed parts, still turned, and of its exact ones; the weights of all and
+  // of packed parts, counted from `most`; its sink. `memory` [VDIM] is of this warp alone.
   __device__ __forceinline__ void finish(const DecodeArgs &a, const QueryPlace &place, float (&turned)[N],
                                          const float (&exact)[N], float all, float packed, float most, float sink,
                                          float *memory, int lane) const {

@@ -130,7 +130,7 @@ __device__ __forceinline__ void end_part(const DecodeArgs &a, const Parts &parts
   int thread = thread_again(), warp = thread / 32, lane = thread % 32, b = block.x / a.heads, h = block.x - b * a.heads;
   int first_row = block.z * S::NUM_ROWS, rows = min(a.rows - first_row, S::NUM_ROWS);
   float *exact = (float *)(memory + S::EXACT);
-  auto state = (float2 (*)[S::NUM_ROWS])(memory + S::STATES);
+  auto state = (float2(*)[S::NUM_ROWS])(memory + S::STATES);
   int num_exact = S::EXACT_APART ? 0 : (parts.exact_shares - block.y + parts.packed - 1) / parts.packed;
   WarpParts<S> all{(float *)memory, S::Tile::SIZE, state, exact, S::EXACT_WARP / 4, num_exact};
   ClusterRows<T, S> end(parts, rows, block.y, warp);
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
   };
   char *exact_memory = memory + S::EXACT;
   ExactWarp<T, S::DIM, S::VDIM> exact(exact_memory + slot * S::EXACT_WARP);
-  auto state = (float2 (*)[S::NUM_ROWS])(memory + S::STATES);
+  auto state = (float2(*)[S::NUM_ROWS])(memory + S::STATES);
   float key_level, value_level;
   {
     Source source(a, b, h, stop, lane);

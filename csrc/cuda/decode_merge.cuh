@@ -14,8 +14,8 @@ struct PartPlace {
   float2 *state;  // [rows]: maximum in log2, sum of the weights
 };
 
-// Sums of a lane in floats: columns 2c and 2c + 1 of the products to `to` [ROWS][MERGE_ROW]. A column is a row, or, with
-// up to four rows, a limb of one.
+// Sums of a lane in floats: columns 2c and 2c + 1 of the products to `to` [ROWS][MERGE_ROW]. A column is a row, or,
+// with up to four rows, a limb of one.
 template <class S, class Warp>
 __device__ __forceinline__ void store_sums(const Warp &packed, float unit, float *to, int g, int c) {
   float half[Warp::LIMBS][2];
@@ -51,7 +51,8 @@ struct WarpParts {
 
   // Four dims of a row, from `column` on, to `to`; LIMBS of a warp's sums, NUM_ROWS rows apart, belong to the row.
   template <int LIMBS>
-  static __device__ __forceinline__ void add(float4 &total, float &weights, float2 state, float top, const float *sums) {
+  static __device__ __forceinline__ void add(float4 &total, float &weights, float2 state, float top,
+                                             const float *sums) {
     float factor = fast_exp2(state.x - top);
     weights = fmaf(factor, state.y, weights);
 #pragma unroll
@@ -67,8 +68,8 @@ struct WarpParts {
     if (column == 0) to.state[row] = make_float2(top, weights);
   }
 
-  // The parts of the CTA. They may lie where the first warp's sums and the first share's are: only the thread that reads
-  // a place writes it.
+  // The parts of the CTA. They may lie where the first warp's sums and the first share's are: only the thread that
+  // reads a place writes it.
   template <int NUM_THREADS, class Warp>
   __device__ __forceinline__ void merge(const Warp &packed, float value_step, int rows, const PartPlace &to,
                                         const PartPlace &to_exact, int thread) const {

@@ -1,6 +1,6 @@
-// Where the CTAs that share a head's tokens form a cluster, they end its rows themselves: a warp a row adds up the parts,
-// which it reads from the shared memory of all, at the same place in each. So there is neither scratch nor a second
-// launch.
+// Where the CTAs that share a head's tokens form a cluster, they end its rows themselves: a warp a row adds up the
+// parts, which it reads from the shared memory of all, at the same place in each. So there is neither scratch nor a
+// second launch.
 #pragma once
 
 #include "decode_merge.cuh"

@@ -1,7 +1,7 @@
 // The decode kernel of short contexts of few heads, one launch. Eight CTAs share a head's tokens and form a cluster. In
-// each, eight warps work on two tiles, four on each, as those of short_kernel do, and two more on a step of exact tokens
-// each. CTA r ends row r: all send it what their sums for that row are, into its shared memory, where it counts the
-// bytes, so that nobody reads another's memory or waits for all of them.
+// each, eight warps work on two tiles, four on each, as those of short_kernel do, and two more on a step of exact
+// tokens each. CTA r ends row r: all send it what their sums for that row are, into its shared memory, where it counts
+// the bytes, so that nobody reads another's memory or waits for all of them.
 #pragma once
 
 #include "decode_short.cuh"
@@ -21,7 +21,8 @@ struct SmallShape {
   static constexpr int QUERIES = 4 * TEAMS * S::Tile::SIZE, EXACT = QUERIES + Queries<S::DIM>::BYTES;
   static constexpr int STATES = EXACT + EXACT_WARPS * S::EXACT_WARP;
   static constexpr int EXCHANGE = STATES + EXACT_WARPS * S::NUM_ROWS * (int)sizeof(float2);
-  static constexpr int SUMS = (EXCHANGE + (int)sizeof(Exchange) + 15) / 16 * 16, PART_STATES = SUMS + 4 * PLACES * S::VDIM;
+  static constexpr int SUMS = (EXCHANGE + (int)sizeof(Exchange) + 15) / 16 * 16,
+                       PART_STATES = SUMS + 4 * PLACES * S::VDIM;
   static constexpr int COUNT = PART_STATES + PLACES * (int)sizeof(float2), SIZE = COUNT + 8;
   static constexpr int PART_BYTES = 4 * S::VDIM + (int)sizeof(float2);
 };
@@ -175,8 +176,7 @@ __global__ void __launch_bounds__(SmallShape<S>::NUM_THREADS, 2)
   } else {
     wait_for_cluster();
     float2 *state = (float2 *)(memory + Shape::STATES) + exact_warp * S::NUM_ROWS;
-    if (has_exact)
-      attend_exact_share(exact, a, parts, arrivals, queries, state, b, h, first_row, share, rows, lane);
+    if (has_exact) attend_exact_share(exact, a, parts, arrivals, queries, state, b, h, first_row, share, rows, lane);
     // The last warp ends the row: it seldom has exact tokens.
     if (exact_warp && rank < rows) arrivals.finish(a, parts, b, h, first_row + rank, queries.rows, lane);
   }

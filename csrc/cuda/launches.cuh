@@ -21,7 +21,8 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
-// Launches a kernel that calls wait_for_kernels_ahead, in clusters of `cluster` CTAs, more than one of them from sm_90 on.
+// Launches a kernel that calls wait_for_kernels_ahead, in clusters of `cluster` CTAs, more than one of them from sm_90
+// on.
 template <class... Parameters, class... Arguments>
 void launch_clusters_behind(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads, int shared_bytes,
                             cudaStream_t stream, const Arguments &...arguments) {
