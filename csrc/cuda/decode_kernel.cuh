@@ -126,8 +126,11 @@ __device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Pa
 template <class T, class S>
 __device__ __forceinline__ void end_part(const DecodeArgs &a, const Parts &parts, const typename S::Packed &packed,
                                          float value_step, char *memory) {
-  int3 block = block_again();
-  int thread = thread_again(), warp = thread / 32, lane = thread % 32, b = block.x / a.heads, h = block.x - b * a.heads;
+  // Read anew where that saves registers; head dims with exact tokens apart would spill.
+  int3 block{(int)blockIdx.x, (int)blockIdx.y, (int)blockIdx.z};
+  int thread = threadIdx.x;
+  if constexpr (!S::EXACT_APART) block = block_again(), thread = thread_again();
+  int warp = thread / 32, lane = thread % 32, b = block.x / a.heads, h = block.x - b * a.heads;
   int first_row = block.z * S::NUM_ROWS, rows = min(a.rows - first_row, S::NUM_ROWS);
   float *exact = (float *)(memory + S::EXACT);
   auto state = (float2(*)[S::NUM_ROWS])(memory + S::STATES);
