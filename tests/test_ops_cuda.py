@@ -37,6 +37,11 @@ def test_attend(case, dtype):
     attend_checks.check_attend(ops, DEVICE, in_dtype(case, dtype))
 
 
+@pytest.mark.parametrize("case", attend_checks.FEW_ROW_CASES + attend_checks.CARD_CASES, ids=named)
+def test_attend_of_few_rows(case):
+    attend_checks.check_few_rows(ops, DEVICE, case)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", attend_checks.SCORE_CASES, ids=named)
 def test_qk_and_pv(case, dtype):

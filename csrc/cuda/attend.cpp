@@ -13,10 +13,12 @@ void attend(const Tensor &q, const Tensors &keys, const Tensors &values, const T
   Call call("q", q);
   Attention a = attend_problem(q, keys, values, exact_keys, exact_values, mask, sink_logits, start, length, num_sinks,
                                scale, softcap, out, lse);
-  if (decode_fits(a))
-    launch_decode(a, call.scratch(decode_scratch_bytes(a)), call.stream());
-  else
+  if (decode_fits(a)) {
+    int64_t bytes = decode_scratch_bytes(a);
+    launch_decode(a, bytes ? call.scratch(bytes) : nullptr, call.stream());
+  } else {
     tiles::run(call, a, tiles::ATTEND);
+  }
   call.check("attend");
 }
 

@@ -66,6 +66,19 @@ __device__ __forceinline__ void hold(X *&address) {
 __device__ __forceinline__ void hold(int &index) { asm volatile("" : "+r"(index)); }
 __device__ __forceinline__ void hold(uint32_t &index) { asm volatile("" : "+r"(index)); }
 
+// threadIdx.x and blockIdx, read anew instead of kept in registers since they were last used.
+__device__ __forceinline__ int thread_again() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+__device__ __forceinline__ int3 block_again() {
+  int3 x;
+  asm volatile("mov.u32 %0, %%ctaid.x; mov.u32 %1, %%ctaid.y; mov.u32 %2, %%ctaid.z;"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z));
+  return x;
+}
+
 // Brings the parameters of a launch, which are cold, one word of every 64 bytes.
 template <class Parameters>
 __device__ __forceinline__ void fetch_parameters(const Parameters &parameters) {
@@ -86,6 +99,128 @@ int count_at_once(Kernel kernel, int threads, int bytes) {
   }
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, bytes);
   return processors * each;
+}
+
+// Clusters of `size` CTAs, one above the other in y, that run at the same time; 0 before sm_90 and where they do not
+// fit.
+template <class Kernel>
+int count_clusters_at_once(Kernel kernel, int size, int threads, int bytes) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1, (unsigned)size), config.blockDim = dim3((unsigned)threads);
+  config.dynamicSmemBytes = (size_t)bytes;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 1, cluster.val.clusterDim.y = (unsigned)size, cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster, config.numAttrs = 1;
+  int count = 0;
+  constexpr int PORTABLE = 8;
+  if ((size > PORTABLE &&
+       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) ||
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // the answer, not an error of the launches to come
+    return 0;
+  }
+  return count;
+}
+
+// A barrier of the first COUNT threads of the CTA, whole warps.
+template <int COUNT>
+__device__ __forceinline__ void sync_first() {
+  asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+}
+
+// A barrier of the cluster in two halves, each of whole warps. What a thread did before it arrived is seen by all that
+// have waited. A launch without clusters is one of clusters of one CTA.
+__device__ __forceinline__ void arrive_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+// Says that the CTA has begun, and what open_for_bytes did, no more.
+__device__ __forceinline__ void tell_cluster_of_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// What lies at an address in shared memory, in that of CTA `rank` of the cluster; before sm_90 the only one.
+__device__ __forceinline__ uint32_t address_in_cluster(uint32_t address, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+#else
+  return address;
+#endif
+}
+#if __CUDA_ARCH__ >= 900
+#define KVQ_LOAD_SHARED "ld.shared::cluster"
+#else
+#define KVQ_LOAD_SHARED "ld.shared"
+#endif
+// N floats, at a multiple of their size or of 16 bytes. Not moved across a barrier.
+template <int N>
+__device__ __forceinline__ void load_in_cluster(float (&to)[N], uint32_t address) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      asm volatile(KVQ_LOAD_SHARED ".v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(to[i]), "=f"(to[i + 1]), "=f"(to[i + 2]), "=f"(to[i + 3])
+                   : "r"(address + 4 * i)
+                   : "memory");
+  } else if constexpr (N == 2) {
+    asm volatile(KVQ_LOAD_SHARED ".v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(address) : "memory");
+  } else {
+    static_assert(N == 1, "one float, two or a multiple of four");
+    asm volatile(KVQ_LOAD_SHARED ".f32 %0, [%1];" : "=f"(to[0]) : "r"(address) : "memory");
+  }
+}
+#undef KVQ_LOAD_SHARED
+
+// A place in shared memory that counts bytes which arrive. `count` is 8 bytes; one thread opens it.
+__device__ __forceinline__ void open_for_bytes(uint32_t count, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(count) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(count), "r"(bytes) : "memory");
+#endif
+}
+// Two floats or four to an address in the shared memory of a CTA of the cluster, which counts them when they are there.
+template <int N>
+__device__ __forceinline__ void send_in_cluster(uint32_t to, const float (&x)[N], uint32_t count) {
+  static_assert(N == 2 || N == 4, "two floats or four");
+#if __CUDA_ARCH__ >= 900
+  if constexpr (N == 4)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(count)
+                 : "memory");
+  else
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "f"(x[0]), "f"(x[1]), "r"(count)
+                 : "memory");
+#endif
+}
+// Waits until all bytes have arrived that it was opened for.
+__device__ __forceinline__ void wait_for_bytes(uint32_t count) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(count)
+        : "memory");
+  } while (!done);
+#endif
 }
 
 }  // namespace cuda

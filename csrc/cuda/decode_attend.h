@@ -1,4 +1,4 @@
-// Attention of few rows (decoding): one launch over packed and exact tokens, one that combines.
+// Attention of few rows (decoding): one launch over packed and exact tokens, and for some shapes one that combines.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@ namespace cuda {
 // Whether launch_decode has a kernel for the problem: bfloat16 or float16, at most 128 rows a head, head dims and bits
 // in its table, tensors aligned to 16 bytes and packed without gaps.
 bool decode_fits(const Attention &a);
-// Bytes of scratch that launch_decode needs.
+// Bytes of scratch that launch_decode needs; none where CTAs end the rows themselves.
 int64_t decode_scratch_bytes(const Attention &a);
 void launch_decode(const Attention &a, void *scratch, cudaStream_t stream);
 

@@ -9,12 +9,15 @@ namespace cuda {
 constexpr int MANY_ROWS = 512;  // from here on a row is combined by fewer threads
 constexpr int MANY_PARTS = 64;  // more are not asked for at once, but where rows are few and parts many
 
-// How a call is cut, and its scratch. Packed parts come first; part p of head bh and row r is at index
+// How a call is cut, and its scratch, if it has any. Packed parts come first; part p of head bh and row r is at index
 // (bh * count + p) * rows + r.
 struct Parts {
   float *sums;    // [.., VDIM], packed ones in rotated space
   float2 *state;  // maximum in log2, sum of the weights
   int packed, exact;
+  bool clustered;    // the CTAs of a head end its rows, as one cluster; there is no scratch
+  bool small;        // by small_kernel
+  int exact_shares;  // warps that the exact tokens of a head are dealt to
   int first_tile, num_tiles, exact_steps;
   int room;  // where all warps of a CTA work on its few tiles together: for how many it has memory, else 0
 
@@ -59,6 +62,32 @@ struct RowEnd {
     if (IN_REGISTERS && !v.rotation.matrix) rotation.load(v.rotation, true, lane);
     if (centre) load_row(c, centre, lane);
     if (balance) load_row(b, balance, lane);
+  }
+
+  // The same from shared memory of the cluster.
+  static __device__ __forceinline__ void load_part(float (&to)[N], uint32_t from, int lane) {
+    if constexpr (IN_REGISTERS) {
+      load_in_cluster(to, from + 4 * N * lane);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        float one[1] = {0};
+        if (in_row(i, lane)) load_in_cluster(one, from + 4 * dim_of(i, lane));
+        to[i] = one[0];
+      }
+    }
+  }
+
+  // Ends the row at `place`: the sums of its packed parts, still turned, and of its exact ones; the weights of all and
+  // of packed parts, counted from `most`; its sink. `memory` [VDIM] is of this warp alone.
+  __device__ __forceinline__ void finish(const DecodeArgs &a, const QueryPlace &place, float (&turned)[N],
+                                         const float (&exact)[N], float all, float packed, float most, float sink,
+                                         float *memory, int lane) const {
+    turn_back(turned, a.values.rotation, memory, lane);
+    if (a.sink_logits) all += fast_exp2(sink - most);
+    bool some = all > 0 || isnan(all);  // a NaN is not taken for a row that sees nothing
+    store((T *)a.out.data + place.at(a.out.stride), turned, exact, packed, some ? __fdividef(1, all) : 0, lane);
+    if (lane == 0) a.lse[place.at(a.lse_stride)] = some ? (most + log2f(all)) * (1 / LOG2E) : -INFINITY;
   }
 
   // Sums of `lanes` threads a dim: partial [lanes][2][VDIM].
@@ -125,8 +154,6 @@ __global__ void __launch_bounds__(NUM_THREADS)
   const float2 *state = parts.state + ((int64_t)bh * count * rows + row);
   const float *sums = parts.sums + ((int64_t)bh * count * rows + row) * VDIM + 4 * column;
   float sink = a.sink_logits ? a.sink_logits[place.head] * LOG2E : NO_SCORE;
-  T *out = (T *)a.out.data + place.at(a.out.stride);
-  float *lse = a.lse + place.at(a.lse_stride);
   RowEnd<T, VDIM> end;
   if (t < 32) end.load(a.values, b, h, t);
   wait_for_kernels_ahead();
@@ -181,14 +208,10 @@ __global__ void __launch_bounds__(NUM_THREADS)
   __syncthreads();
   if (t >= 32) return;
   all = totals.x, packed = totals.y;
-  if (a.sink_logits) all += fast_exp2(sink - most);
   float turned[RowEnd<T, VDIM>::N], exact[RowEnd<T, VDIM>::N];
   end.add_lanes(turned, partial[0][0], LANES, t);
   end.add_lanes(exact, partial[0][1], LANES, t);
-  end.turn_back(turned, a.values.rotation, y, t);
-  bool some = all > 0 || isnan(all);  // a NaN is not taken for a row that sees nothing
-  end.store(out, turned, exact, packed, some ? 1 / all : 0, t);
-  if (t == 0) *lse = some ? (most + log2f(all)) / LOG2E : -INFINITY;
+  end.finish(a, place, turned, exact, all, packed, most, sink, y, t);
 }
 
 }  // namespace cuda

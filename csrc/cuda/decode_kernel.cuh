@@ -6,7 +6,7 @@
 // eight warps, and than two of six; tiles of 128 tokens were faster than of 32.
 #pragma once
 
-#include "decode_combine.cuh"
+#include "decode_rows.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -22,23 +22,27 @@ struct DecodeShape {
   static constexpr bool SHORT = VDIM <= 32 * WARPS && VDIM % 32 == 0;  // whether there is a kernel of short contexts
   using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
-  // Shared memory in bytes: tiles (sums of the warps afterwards; exact tokens in CTAs that have no others), the
-  // queries, exact tokens.
-  static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * ROWS * MERGE_ROW, TILES = 4 * WARPS * Tile::SIZE;
+  // Shared memory in bytes: tiles (each warp's sums afterwards; exact tokens in CTAs that have no others), the queries,
+  // states of the warps' packed and exact tokens and of the CTA's two parts, exact tokens (their sums afterwards).
+  static constexpr int MERGE_ROW = VDIM + 4, TILES = 4 * WARPS * Tile::SIZE;
   static constexpr int EXACT_WARP = ExactWarp<__half, DIM, VDIM>::BYTES, ALL_EXACT = WARPS * EXACT_WARP;
-  static constexpr int QUERIES = larger(larger(TILES, MERGED), ALL_EXACT), EXACT = QUERIES + Queries<DIM>::BYTES;
+  static constexpr int QUERIES = larger(TILES, ALL_EXACT), STATES = QUERIES + Queries<DIM>::BYTES;
+  static constexpr int NUM_STATES = EXACT_APART ? WARPS : 2 * WARPS + 2;
+  static constexpr int EXACT = STATES + NUM_STATES * NUM_ROWS * (int)sizeof(float2);
   static constexpr int SIZE = EXACT_APART ? EXACT : EXACT + ALL_EXACT;
+  static_assert(ROWS * MERGE_ROW <= Tile::SIZE && (EXACT_APART || 4 * NUM_ROWS * MERGE_ROW <= EXACT_WARP), "sums fit");
   // Of a CTA with room for some tiles all of whose warps work on them together.
   static __host__ __device__ constexpr int short_queries(int room) { return larger(4 * room * Tile::SIZE, ALL_EXACT); }
   static constexpr int short_size(int room) { return short_queries(room) + Queries<DIM>::BYTES; }
 };
 
 // A warp's share of the exact tokens: step `part` of 16 tokens and every `stride` steps another one. Its first copies
-// are started ahead of its work; BEHIND groups of copies may have been started since.
+// are started ahead of its work; BEHIND groups of copies may have been started since. The results may lie where its
+// tokens were.
 template <class T, class S, int BEHIND>
 __device__ __forceinline__ void attend_exact(ExactWarp<T, S::DIM, S::VDIM> &warp, const DecodeArgs &a,
                                              const Parts &parts, const T *queries, int b, int h, int first_row,
-                                             int part, int stride, int lane) {
+                                             int part, int stride, const PartPlace &to, int lane) {
   using Exact = ExactWarp<T, S::DIM, S::VDIM>;
   int g = lane >> 2, c = lane & 3;
   bool valid = g < S::NUM_ROWS && first_row + g < a.rows;
@@ -67,17 +71,15 @@ __device__ __forceinline__ void attend_exact(ExactWarp<T, S::DIM, S::VDIM> &warp
     __syncwarp();
     if (step + stride < parts.exact_steps) warp.start_values(a, b, h, step + stride, lane);
   }
-  int64_t index = parts.index(b * a.heads + h, parts.packed + part, a.rows) + first_row;
   float sum = warp.sum + __shfl_xor_sync(~0u, warp.sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
-  if (c == 0 && valid) parts.state[index + g] = make_float2(warp.top, sum);
+  if (c == 0 && valid) to.state[g] = make_float2(warp.top, sum);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    int to = 2 * c + i % 2;
-    if (to < S::NUM_ROWS && first_row + to < a.rows)
+    int row = 2 * c + i % 2;
+    if (row < S::NUM_ROWS && first_row + row < a.rows)
 #pragma unroll
-      for (int m = 0; m < Exact::MTILES; m++)
-        parts.sums[(index + to) * S::VDIM + Exact::dim_of(m, i / 2, g)] = warp.out[m][i];
+      for (int m = 0; m < Exact::MTILES; m++) to.sums[row * to.pitch + Exact::dim_of(m, i / 2, g)] = warp.out[m][i];
   }
 }
 
@@ -94,6 +96,14 @@ __device__ __forceinline__ void store_queries(QueryRows<T, S::DIM> &query, const
   }
 }
 
+// Part `part` of head bh in scratch, from `first_row` on.
+template <class S>
+__device__ __forceinline__ PartPlace scratch_of(const DecodeArgs &a, const Parts &parts, int bh, int part,
+                                                int first_row) {
+  int64_t index = parts.index(bh, part, a.rows) + first_row;
+  return {parts.sums + index * S::VDIM, S::VDIM, parts.state + index};
+}
+
 // The CTAs of exact tokens alone, a share a warp.
 template <class T, class S>
 __device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Parts &parts, char *memory, int b, int h,
@@ -107,66 +117,36 @@ __device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Pa
     for (int i = lane; i < S::DIM / 2; i += 32) ((uint32_t *)(queries + row * (S::DIM + 8)))[i] = from[i];
   }
   __syncthreads();
-  if (part < parts.exact) attend_exact<T, S, 0>(mine, a, parts, queries, b, h, first_row, part, parts.exact, lane);
+  if (part >= parts.exact) return;
+  PartPlace to = scratch_of<S>(a, parts, blockIdx.x, parts.packed + part, first_row);
+  attend_exact<T, S, 0>(mine, a, parts, queries, b, h, first_row, part, parts.exact, to, lane);
 }
 
-// Sums of a lane in floats, for weights relative to the CTA's maximum: columns 2c and 2c + 1 of the products to
-// `to` [ROWS][MERGE_ROW]. A column is a row, or, with up to four rows, a limb of one.
-template <class S, class Warp>
-__device__ __forceinline__ void store_sums(const Warp &packed, const float (&factor)[2], float *to, int g, int c) {
-  float half[Warp::LIMBS][2];
-  packed.halves(half, c);
-  auto value = [&](int m, int j, int i) {
-    float x = (float)packed.out[0][m][2 * j + i] + half[0][i];
-    if constexpr (S::OCT) x = 256 * x + (float)packed.out[1][m][2 * j + i] + half[1][i];
-    return x * factor[i];
-  };
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    Warp::store_column(to + (2 * c + i) * S::MERGE_ROW, [&](int m, int j) { return value(m, j, i); }, g);
-}
-
-// The warps' sums and states become the part of this CTA, at `index` of the results.
-template <class S, int NUM_THREADS = THREADS, class Results, class Warp>
-__device__ __forceinline__ void merge_warps(const Results &results, const Warp &packed, float value_step, int64_t index,
-                                            int rows, float *sums) {
-  constexpr int LIMBS = S::OCT ? 1 : 2, COLUMNS = S::VDIM / 4;
-  __shared__ float2 state[WARPS][S::NUM_ROWS];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
-  float sum = packed.row_sum();
-  if (warp < WARPS && c == 0 && g < S::NUM_ROWS) state[warp][g] = make_float2(packed.top, sum / packed.one());
-  __syncthreads();
-  auto top_of = [&](int row) {
-    float top = state[0][row].x;
-#pragma unroll
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, state[w][row].x);
-    return top;
-  };
-  float factor[2], unit = value_step / packed.one() * (!S::OCT && c < 2 ? 256.0f : 1.0f);
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    int row = (2 * c + i) & (S::NUM_ROWS - 1);
-    factor[i] = fast_exp2(state[warp & WARPS - 1][row].x - top_of(row)) * unit;
-  }
-  if (warp < WARPS) store_sums<S>(packed, factor, sums + warp * ROWS * S::MERGE_ROW, g, c);
-  if (threadIdx.x < rows) {
-    float top = top_of(threadIdx.x), all = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) all += state[w][threadIdx.x].y * fast_exp2(state[w][threadIdx.x].x - top);
-    results.state[index + threadIdx.x] = make_float2(top, all);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < rows * COLUMNS; i += NUM_THREADS) {
-    int row = i / COLUMNS, column = i % COLUMNS;
-    float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll
-    for (int w = 0; w < WARPS * LIMBS; w++) {
-      int place = w / LIMBS * ROWS + w % LIMBS * S::NUM_ROWS + row;
-      float4 v = *(const float4 *)(sums + place * S::MERGE_ROW + 4 * column);
-      total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-    }
-    *(float4 *)(results.sums + (index + row) * S::VDIM + 4 * column) = total;
-  }
+// The sums of the warps become the parts of the CTA, and these, in a cluster, rows.
+template <class T, class S>
+__device__ __forceinline__ void end_part(const DecodeArgs &a, const Parts &parts, const typename S::Packed &packed,
+                                         float value_step, char *memory) {
+  // Read anew where that saves registers; head dims with exact tokens apart would spill.
+  int3 block{(int)blockIdx.x, (int)blockIdx.y, (int)blockIdx.z};
+  int thread = threadIdx.x;
+  if constexpr (!S::EXACT_APART) block = block_again(), thread = thread_again();
+  int warp = thread / 32, lane = thread % 32, b = block.x / a.heads, h = block.x - b * a.heads;
+  int first_row = block.z * S::NUM_ROWS, rows = min(a.rows - first_row, S::NUM_ROWS);
+  float *exact = (float *)(memory + S::EXACT);
+  auto state = (float2(*)[S::NUM_ROWS])(memory + S::STATES);
+  int num_exact = S::EXACT_APART ? 0 : (parts.exact_shares - block.y + parts.packed - 1) / parts.packed;
+  WarpParts<S> all{(float *)memory, S::Tile::SIZE, state, exact, S::EXACT_WARP / 4, num_exact};
+  ClusterRows<T, S> end(parts, rows, block.y, warp);
+  PartPlace to{(float *)memory, S::MERGE_ROW, state[2 * WARPS]}, to_exact{exact, S::MERGE_ROW, state[2 * WARPS + 1]};
+  if (!parts.clustered)
+    to = scratch_of<S>(a, parts, block.x, block.y, first_row),
+    to_exact = scratch_of<S>(a, parts, block.x, parts.packed + block.y, first_row);
+  if constexpr (!S::EXACT_APART) end.load(a, b, h, lane);
+  all.template merge<32 * S::LONG_WARPS>(packed, value_step, rows, to, to_exact, thread);
+  if constexpr (!S::EXACT_APART)
+    if (parts.clustered)
+      end.finish(a, parts, to, to_exact, Queries<S::DIM>(memory + S::QUERIES).rows + (warp & WARPS - 1) * S::DIM, b, h,
+                 first_row, lane);
 }
 
 template <class T, class S>
@@ -181,12 +161,12 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
   if constexpr (S::ROOM) hold(address);
   Queries<S::DIM> queries(memory + S::QUERIES);
   int slot = S::FIFTH ? (warp + 1) % S::LONG_WARPS : warp, exact_part = slot * parts.packed + blockIdx.y;
-  bool has_exact = !S::EXACT_APART && slot < WARPS && exact_part < parts.exact;
+  bool has_exact = !S::EXACT_APART && slot < WARPS && exact_part < parts.exact_shares;
   int stop = parts.tile(blockIdx.y + 1), tile = parts.tile(blockIdx.y);
   if constexpr (S::FIFTH)
     tile = warp == WARPS ? stop : tile + warp;
   else
-    tile += warp - (parts.exact + parts.packed - 1 - (int)blockIdx.y) / parts.packed & WARPS - 1;
+    tile += warp - (parts.exact_shares + parts.packed - 1 - (int)blockIdx.y) / parts.packed & WARPS - 1;
   QueryRows<T, S::DIM> query;
   query.place(a, b, h, h, first_row + warp, warp < min(rows, WARPS), lane);
   using Source = TileSource<typename S::Tile, S::KBITS, S::VBITS, S::VDIM>;
@@ -198,7 +178,9 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
     source.start_values(tile, address, lane);
     close_copies();
   };
-  ExactWarp<T, S::DIM, S::VDIM> exact(memory + S::EXACT + slot * S::EXACT_WARP);
+  char *exact_memory = memory + S::EXACT;
+  ExactWarp<T, S::DIM, S::VDIM> exact(exact_memory + slot * S::EXACT_WARP);
+  auto state = (float2(*)[S::NUM_ROWS])(memory + S::STATES);
   float key_level, value_level;
   {
     Source source(a, b, h, stop, lane);
@@ -222,7 +204,8 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
   if (!S::FIFTH || warp < WARPS) store_queries<S>(query, a, keys.step, queries, b, h, h, first_row, rows, warp, lane);
   __syncthreads();
   if (has_exact)
-    attend_exact<T, S, 2>(exact, a, parts, (const T *)queries.raw, b, h, first_row, exact_part, parts.exact, lane);
+    attend_exact<T, S, 2>(exact, a, parts, (const T *)queries.raw, b, h, first_row, exact_part, parts.exact_shares,
+                          {(float *)(exact_memory + slot * S::EXACT_WARP), S::MERGE_ROW, state[WARPS + slot]}, lane);
   Source source(a, b, h, stop, lane);  // made again: exact tokens need the registers
   source.hold();
   typename S::Packed::Places at(warp * S::Tile::SIZE, g, c);
@@ -250,8 +233,7 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
     __syncwarp();
     start_values(source, tile + WARPS);
   }
-  int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
-  merge_warps<S, 32 * S::LONG_WARPS>(parts, packed, values.step, index, rows, (float *)memory);
+  end_part<T, S>(a, parts, packed, values.step, memory);
 }
 
 }  // namespace cuda

@@ -317,8 +317,9 @@ struct PackedWarp {
     return OCT ? all : all + __shfl_xor_sync(~0u, all, 16);
   }
 
-  // What a weight of one is in units of the integers, and its logarithm.
+  // What a weight of one is in units of the integers, its inverse and its logarithm.
   __device__ __forceinline__ float one() const { return fast_exp2(WEIGHT_TOP_LOG2) / unit; }
+  __device__ __forceinline__ float inverse_of_one() const { return fast_exp2(-WEIGHT_TOP_LOG2) * unit; }
   __device__ __forceinline__ float exponent_of_one() const { return WEIGHT_TOP_LOG2 - __log2f(unit); }
 
   // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. `here` is the first of N.

@@ -9,28 +9,33 @@
 namespace kvq {
 namespace cuda {
 
-// What the warps tell each other.
-template <class S>
+// What the warps tell each other. TEAMS of four warps work on a tile each at the same time.
+template <class S, int TEAMS = 1>
 struct ShortExchange {
-  float top[WARPS][ROWS], sum[WARPS][ROWS], scale_top[WARPS];
-  uint2 weight[WARPS][S::Packed::LIMBS][4][32];  // of a tile: bytes of B fragments, by limb, phase and lane
+  static constexpr int WORKERS = TEAMS * WARPS;
+  float top[WORKERS][ROWS], sum[WORKERS][ROWS], scale_top[WORKERS];
+  uint2 weight[TEAMS > 1 ? TEAMS : WARPS][S::Packed::LIMBS][4][32];  // of a tile: bytes of B fragments, by limb, phase
+                                                                     // and lane
 };
 
-template <class S>
+// A warp of several teams has one tile, of a single team up to four. It sums SUMMED dims of the values.
+template <class S, int TEAMS = 1>
 struct ShortWarp {
-  static constexpr int KBITS = S::KBITS, VBITS = S::VBITS, EIGHT = 8;
-  using Packed = PackedWarp<KBITS, VBITS, S::DIM, S::VDIM, S::OCT, 32>;
+  static constexpr int KBITS = S::KBITS, VBITS = S::VBITS, EIGHT = 8, EACH = TEAMS > 1 ? 1 : WARPS, SUMMED = 32 / TEAMS;
+  using Packed = PackedWarp<KBITS, VBITS, S::DIM, S::VDIM, S::OCT, SUMMED>;
   using Places = typename Packed::Places;
+  using Exchange = ShortExchange<S, TEAMS>;
   Packed packed;
-  float x[WARPS][EIGHT];             // scores of a tile, in log2
-  uint32_t scale[WARPS][EIGHT / 2];  // the values'
+  float x[EACH][EIGHT];             // scores of a tile, in log2
+  uint32_t scale[EACH][EIGHT / 2];  // the values'
 
-  // Scores of this warp's tokens of tile j; `here` is the first of them in block c.
+  // Scores of this warp's tokens of its tile j; `here` is the first of them in block c.
   __device__ __forceinline__ void score(const DecodeArgs &a, const uint32_t *tile, const Places &at,
                                         const ByteTable &keys, int j, bool at_end, int here, const RowMask &mask,
-                                        int warp, int g, int c) {
-    packed.eight_scores(tile, at, keys, warp, c, x[j]);
-    uint4 four = ((const uint4 *)(tile + at.value_scale))[warp];
+                                        int warp, int c) {
+    int eight = warp % WARPS;
+    packed.eight_scores(tile, at, keys, eight, c, x[j]);
+    uint4 four = ((const uint4 *)(tile + at.value_scale))[eight];
     scale[j][0] = four.x, scale[j][1] = four.y, scale[j][2] = four.z, scale[j][3] = four.w;
     if (__builtin_expect(a.softcap > 0 || mask.data || at_end, 0)) {
       packed.restrict_scores(x[j], scale[j], here, a.start, a.length, a.softcap, mask);
@@ -41,10 +46,10 @@ struct ShortWarp {
   }
 
   // The largest score of a row and the largest scale among this warp's tokens.
-  __device__ __forceinline__ void tell_tops(ShortExchange<S> &all, int tiles, int warp, int lane) {
+  __device__ __forceinline__ void tell_tops(Exchange &all, int tiles, int warp, int lane) {
     float top = NO_SCORE, most = 0;
 #pragma unroll
-    for (int j = 0; j < WARPS; j++)
+    for (int j = 0; j < EACH; j++)
       if (j < tiles) {
         __half2 two = *(const __half2 *)&scale[j][0];
 #pragma unroll
@@ -61,15 +66,15 @@ struct ShortWarp {
   }
 
   // Weights of this warp's tokens, once the tops are known.
-  __device__ __forceinline__ void tell_weights(ShortExchange<S> &all, int tiles, int warp, int lane) {
+  __device__ __forceinline__ void tell_weights(Exchange &all, int tiles, int warp, int lane) {
     int g = lane / 4;
     packed.clear();
 #pragma unroll
-    for (int w = 0; w < WARPS; w++)
+    for (int w = 0; w < Exchange::WORKERS; w++)
       packed.top = fmaxf(packed.top, all.top[w][g]), packed.unit = fmaxf(packed.unit, all.scale_top[w]);
     float offset = packed.exponent_of_one() - packed.top, sum = 0;
 #pragma unroll
-    for (int j = 0; j < WARPS; j++)
+    for (int j = 0; j < EACH; j++)
       if (j < tiles) {
         float y[EIGHT];
 #pragma unroll
@@ -86,7 +91,7 @@ struct ShortWarp {
           for (int phase = 0; phase < 4; phase++) {  // bytes n = 2 (warp % 2) and the next of half warp / 2
             uint32_t two =
                 permute_bytes(__float_as_uint(y[phase]), __float_as_uint(y[phase + 4]), Packed::limb_of_two(l, g));
-            ((uint16_t *)&all.weight[j][l][phase][lane])[warp] = (uint16_t)two;
+            ((uint16_t *)&all.weight[warp / WARPS + j][l][phase][lane])[warp % WARPS] = (uint16_t)two;
           }
       }
     sum += __shfl_xor_sync(~0u, sum, 1);
@@ -94,8 +99,8 @@ struct ShortWarp {
     if (lane % 4 == 0) all.sum[warp][g] = sum;
   }
 
-  // Sums of 32 dims from `first` on over tile j.
-  __device__ __forceinline__ void add(const ShortExchange<S> &all, const uint32_t *tile, const Places &at,
+  // Sums of this warp's dims, from `first` on, over tile j of the CTA.
+  __device__ __forceinline__ void add(const Exchange &all, const uint32_t *tile, const Places &at,
                                       const ByteTable &values, int j, int first, int lane) {
     uint32_t weight[Packed::LIMBS][4][2];
 #pragma unroll
@@ -108,16 +113,17 @@ struct ShortWarp {
     packed.sum_values(tile, at, values, lane / 4, weight, first);
   }
 
-  // This warp's dims of the part to `sums` [rows][VDIM].
-  __device__ __forceinline__ void store(float *sums, int rows, float value_step, int first, int lane) const {
+  // Gives put(row, dim, sums) two or four dims of the part at a time.
+  template <class Put>
+  __device__ __forceinline__ void store(const Put &put, int rows, float value_step, int first, int lane) const {
     int g = lane / 4, c = lane % 4;
-    float unit = value_step / packed.one(), half[Packed::LIMBS][2];
+    float unit = value_step * packed.inverse_of_one(), half[Packed::LIMBS][2];
     packed.halves(half, c);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      float sum[4];
+      float sum[SUMMED / 8];
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
+      for (int k = 0; k < SUMMED / 8; k++) {
         int m = k / 2, at = 2 * (k % 2) + i;
         float upper = (float)packed.out[0][m][at] + half[0][i], lower;
         if constexpr (S::OCT)
@@ -127,10 +133,15 @@ struct ShortWarp {
         sum[k] = (256 * upper + lower) * unit;
       }
       int row = 2 * c + i;
-      if (row < rows)
-        *(float4 *)(sums + row * S::VDIM + first + Packed::dim_of(0, 0, g)) =
-            make_float4(sum[0], sum[1], sum[2], sum[3]);
+      if (row < rows) put(row, first + Packed::dim_of(0, 0, g), sum);
     }
+  }
+
+  // The state of row g of the part, in a warp that knows the maximum, once all have told their sums.
+  __device__ __forceinline__ float2 state(const Exchange &all, int g) const {
+    float sum = all.sum[0][g];
+    for (int w = 1; w < Exchange::WORKERS; w++) sum += all.sum[w][g];
+    return make_float2(packed.top, sum * packed.inverse_of_one());
   }
 };
 
@@ -174,21 +185,20 @@ __global__ void __launch_bounds__(THREADS, 3)
     if (j < count) {
       int token = (first + j) * TILE_LEN;
       mine.score(a, tiles + j * S::Tile::SIZE, at, keys, j, token < a.start || token + TILE_LEN > a.length,
-                 token + c * BLOCK_LEN + ShortWarp<S>::EIGHT * warp, mask, warp, g, c);
+                 token + c * BLOCK_LEN + ShortWarp<S>::EIGHT * warp, mask, warp, c);
     }
   mine.tell_tops(all, count, warp, lane);
   __syncthreads();
   mine.tell_weights(all, count, warp, lane);
   __syncthreads();
   int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
-  if (warp == 0 && c == 0 && g < rows) {
-    float sum = all.sum[0][g];
-    for (int w = 1; w < WARPS; w++) sum += all.sum[w][g];
-    parts.state[index + g] = make_float2(mine.packed.top, sum / mine.packed.one());
-  }
+  if (warp == 0 && c == 0 && g < rows) parts.state[index + g] = mine.state(all, g);
   if (32 * warp >= S::VDIM) return;
   for (int j = 0; j < count; j++) mine.add(all, tiles + j * S::Tile::SIZE, at, values, j, 32 * warp, lane);
-  mine.store(parts.sums + index * S::VDIM, rows, values.step, 32 * warp, lane);
+  auto put = [&](int row, int dim, const float (&x)[4]) {
+    *(float4 *)(parts.sums + (index + row) * S::VDIM + dim) = make_float4(x[0], x[1], x[2], x[3]);
+  };
+  mine.store(put, rows, values.step, 32 * warp, lane);
 }
 
 }  // namespace cuda

@@ -178,6 +178,7 @@ __device__ void rotate_row(float *x, const Rotation &r, bool inverse, int lane) 
     float y[DIM / 32 + 1];
     for (int k = 0, d = lane; d < DIM; d += 32, k++) {
       float sum = 0;
+#pragma unroll 8
       for (int j = 0; j < DIM; j++) sum += r.matrix[inverse ? j * DIM + d : d * DIM + j] * x[j];
       y[k] = sum;
     }

@@ -21,21 +21,32 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
-// Launches a kernel that calls wait_for_kernels_ahead.
+// Launches a kernel that calls wait_for_kernels_ahead, in clusters of `cluster` CTAs, more than one of them from sm_90
+// on.
 template <class... Parameters, class... Arguments>
-void launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
-                   const Arguments &...arguments) {
+void launch_clusters_behind(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads, int shared_bytes,
+                            cudaStream_t stream, const Arguments &...arguments) {
   constexpr int MANY_BYTES = 32 << 10;  // with what a kernel has beside them, more are to be asked for
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
   config.dynamicSmemBytes = (size_t)shared_bytes, config.stream = stream;
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early, config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster.x, attributes[1].val.clusterDim.y = cluster.y;
+  attributes[1].val.clusterDim.z = cluster.z;
+  config.attrs = attributes, config.numAttrs = cluster.x * cluster.y * cluster.z > 1 ? 2 : 1;
   if (shared_bytes > MANY_BYTES)
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+// The same without clusters.
+template <class... Parameters, class... Arguments>
+void launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+                   const Arguments &...arguments) {
+  launch_clusters_behind(kernel, grid, dim3(1), threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace cuda

@@ -23,7 +23,42 @@ FEW_ROW_CASES = [
     for case in CASES
     if case.name in (FEW_ROWS.split() if dim == 128 else "T33 T4097 G8 mask-bool only-exact".split())
 ]
+FEW_ROW_CASES += [
+    dataclasses.replace(case, dim=dim, dtype=FEW_ROW_DIMS[dim], name=f"{case.name}-D{dim}")
+    for dim in (64, 80, 128)
+    for case in [
+        # In the emulator: clusters of eight CTAs and of four, a CTA alone, parts that are combined by a second launch.
+        Case("of-eight", tokens=5000, exact=132, heads=1, group=4),
+        Case("of-eight-rows", tokens=4200, exact=300, heads=1, group=8, mask="float", sink_logits=True),
+        Case("of-four", tokens=3001, exact=40, group=3, softcap=5.0, start=300),
+        Case("of-four-rows", tokens=2500, exact=500, heads=1, group=16),
+        Case("alone", tokens=1100, batch=3, group=4, mask="bool"),
+        Case("alone-rows", tokens=1100, batch=3, group=4, queries=2),
+        Case("combined", tokens=1700, exact=100, batch=2, group=4),
+        Case("combined-rows", tokens=1700, exact=260, batch=2, group=7, mask="heads"),
+        # The kernel for short contexts of few heads: CTAs with two tiles, one or none, warps with two steps of exact
+        # tokens, one or none.
+        Case("small", tokens=1900, exact=132, heads=1, group=4),
+        Case("small-full", tokens=2048, exact=256, heads=1, group=8, sink_logits=True),
+        Case("small-rows", tokens=2000, exact=380, heads=1, group=8, mask="float"),
+        Case("small-start", tokens=1001, exact=150, heads=1, group=3, softcap=5.0, start=300),
+        Case("small-one", tokens=100, exact=0, num_sinks=0, heads=1, group=3, queries=2, mask="dead"),
+        Case("small-queries", tokens=700, exact=33, heads=1, group=2, queries=3, mask="bool"),
+    ]
+]
 FEW_ROW_CASES += [Case("body-and-long-exact", tokens=1700, exact=1100, dim=128, dtype=torch.bfloat16)]
+# Too large for the emulator: on a card with room for some 264 CTAs, eight clusters of eight, clusters of two, CTAs alone.
+CARD_CASES = [
+    dataclasses.replace(case, dim=128, name=f"{case.name}-D128", dtype=torch.bfloat16)
+    for case in [
+        Case("card-small", heads=8, tokens=2048, exact=132, group=4),
+        Case("card-small-rows", heads=8, tokens=1500, exact=250, group=8, mask="float", sink_logits=True),
+        Case("card-two", batch=16, heads=8, tokens=1200, exact=132, group=4),
+        Case("card-two-rows", batch=16, heads=8, tokens=1200, exact=40, group=6),
+        Case("card-alone", batch=16, heads=16, tokens=700, exact=132, group=2),
+        Case("card-alone-rows", batch=16, heads=16, tokens=700, exact=132, group=5),
+    ]
+]
 
 
 def named(case: Case) -> str:

@@ -62,6 +62,8 @@ template <class X>
 void hold(X *&) {}
 inline void hold(int &) {}
 inline void hold(uint32_t &) {}
+inline int thread_again() { return (int)threadIdx.x; }
+inline int3 block_again() { return {(int)blockIdx.x, (int)blockIdx.y, (int)blockIdx.z}; }
 template <class Parameters>
 void fetch_parameters(const Parameters &) {}
 
@@ -70,6 +72,42 @@ void fetch_parameters(const Parameters &) {}
 template <class Kernel>
 int count_at_once(Kernel, int, int) {
   return 8;
+}
+// As many clusters as that card has room for; none of two, so that parts are combined by a second launch too.
+template <class Kernel>
+int count_clusters_at_once(Kernel, int size, int, int) {
+  return size == 2 ? 0 : 8 / size;
+}
+
+template <int COUNT>
+void sync_first() {
+  emulated::meet_first(COUNT);
+}
+inline void arrive_in_cluster() { emulated::arrive_in_cluster(); }
+inline void wait_for_cluster() { emulated::wait_for_cluster(); }
+// The rank above 24 bits of the address.
+inline uint32_t address_in_cluster(uint32_t address, int rank) { return address | (uint32_t)rank << 24; }
+inline void open_for_bytes(uint32_t count, uint32_t bytes) {
+  *(int64_t *)emulated::in_cluster(emulated::rank_in_cluster(), count, 8) = bytes;
+}
+template <int N>
+void send_in_cluster(uint32_t to, const float (&x)[N], uint32_t count) {
+  char *place = emulated::in_cluster(to >> 24, to & 0xffffff, sizeof x);
+  if ((uintptr_t)place % sizeof x) emulated::fail("an address in the cluster is not aligned");
+  if (to >> 24 != count >> 24) emulated::fail("bytes go to one block and are counted by another");
+  memcpy(place, x, sizeof x);
+  *(int64_t *)emulated::in_cluster(count >> 24, count & 0xffffff, 8) -= sizeof x;
+}
+inline void wait_for_bytes(uint32_t count) {
+  while (*(int64_t *)emulated::in_cluster(emulated::rank_in_cluster(), count, 8)) emulated::let_others_run();
+}
+inline void tell_cluster_of_begin() { emulated::arrive_in_cluster(); }
+template <int N>
+void load_in_cluster(float (&to)[N], uint32_t address) {
+  constexpr int ALIGNMENT = N % 4 == 0 ? 16 : 4 * N;
+  const char *from = emulated::in_cluster(address >> 24, address & 0xffffff, sizeof to);
+  if ((uintptr_t)from % ALIGNMENT) emulated::fail("an address in the cluster is not aligned");
+  memcpy(to, from, sizeof to);
 }
 
 }  // namespace cuda

@@ -22,12 +22,19 @@ struct Coroutine : Thread {
   bool blocked = false, done = false;
 };
 
+struct Cluster {
+  std::vector<char *> memory;  // of blocks that live, by rank
+  int64_t num_threads, num_arrived = 0, phase = 0;
+};
+
 // A block that has begun and not ended.
 struct Live {
   Block block;
+  std::shared_ptr<Cluster> cluster;
+  int rank;
   std::vector<Coroutine> coroutines;
   std::vector<Warp> warps;
-  std::vector<Thread *> at_barrier;
+  std::vector<Thread *> at_barrier, at_first;
   const char *barrier_name;
   int64_t num_alive;
   std::unique_ptr<char[]> memory;
@@ -51,12 +58,13 @@ void finish_copies(Thread *t) {
 void body() {
   (*kernel_now)();
   finish_copies(thread);
+  if (thread->cluster_phase >= 0) fail("a thread returned that had not waited for its cluster");
   Coroutine *self = (Coroutine *)thread;
   self->done = true;
   live->num_alive--;
   self->warp->num_alive--;
   if (self->warp->num_waiting) fail("a lane returned while others of its warp wait for it");
-  if (!live->at_barrier.empty()) fail("a thread returned while others of its block wait for it");
+  if (!live->at_barrier.empty() || !live->at_first.empty()) fail("a thread returned while others of its block wait for it");
   leave();
 }
 
@@ -177,26 +185,75 @@ void meet_block(const char *instruction, void *operand,
   leave();
 }
 
+void meet_first(size_t count) {
+  live->at_first.push_back(thread);
+  if (live->at_first.size() == count) {
+    for (Thread *t : live->at_first) ((Coroutine *)t)->blocked = false;
+    live->at_first.clear();
+    return;
+  }
+  ((Coroutine *)thread)->blocked = true;
+  leave();
+}
+
 void let_others_run() {
   waits_for_others = true;
   leave();
+}
+
+void arrive_in_cluster() {
+  Cluster &cluster = *live->cluster;
+  if (thread->cluster_phase >= 0) fail("a thread arrives twice without waiting for its cluster");
+  thread->cluster_phase = cluster.phase;
+  if (++cluster.num_arrived == cluster.num_threads) cluster.num_arrived = 0, cluster.phase++;
+}
+
+void wait_for_cluster() {
+  if (thread->cluster_phase < 0) fail("a thread waits for its cluster and has not arrived");
+  while (live->cluster->phase == thread->cluster_phase) let_others_run();
+  thread->cluster_phase = -1;
+}
+
+int rank_in_cluster() { return live->rank; }
+
+char *in_cluster(int rank, int64_t offset, int64_t bytes) {
+  const std::vector<char *> &memory = live->cluster->memory;
+  if (rank < 0 || rank >= (int)memory.size()) fail("there is no such block in the cluster");
+  if (!memory[rank]) fail("read from a block of the cluster that has not begun or has ended");
+  if (offset < 0 || offset + bytes > shared_size) fail("read outside the memory of a block of the cluster");
+  return memory[rank] + offset;
 }
 
 bool in_shared(const void *address) {
   return (const char *)address >= block.shared && (const char *)address < block.shared + shared_size;
 }
 
-// One block after another; those that wait for others go on when these have begun.
-void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function<void()> &kernel) {
+// One cluster, of one block or more, after another; those that wait for others go on when these have begun. In a cluster
+// the blocks take their turns from a random one on.
+void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function<void()> &kernel, dim3 cluster) {
   kernel_now = &kernel, shared_size = shared_bytes;
+  if (grid.x % cluster.x || grid.y % cluster.y || grid.z % cluster.z) fail("the grid is not one of whole clusters");
+  int size = (int)(cluster.x * cluster.y * cluster.z);
   std::vector<std::unique_ptr<Live>> begun;
-  for (unsigned z = 0; z < grid.z; z++)
-    for (unsigned y = 0; y < grid.y; y++)
-      for (unsigned x = 0; x < grid.x; x++) {
-        begun.push_back(begin_block(dim3(x, y, z), grid, threads));
-        for (bool progress = true; progress;) {
+  for (unsigned z = 0; z < grid.z; z += cluster.z)
+    for (unsigned y = 0; y < grid.y; y += cluster.y)
+      for (unsigned x = 0; x < grid.x; x += cluster.x) {
+        auto together = std::make_shared<Cluster>();
+        together->memory.resize(size), together->num_threads = (int64_t)size * threads.x * threads.y * threads.z;
+        for (int rank = 0; rank < size; rank++) {
+          unsigned in_x = rank % cluster.x, in_y = rank / cluster.x % cluster.y, in_z = rank / cluster.x / cluster.y;
+          begun.push_back(begin_block(dim3(x + in_x, y + in_y, z + in_z), grid, threads));
+          begun.back()->cluster = together, begun.back()->rank = rank;
+          together->memory[rank] = begun.back()->block.shared;
+        }
+        for (bool progress = true; progress && !begun.empty();) {
           progress = false;
-          for (auto &each : begun) progress = run_block(*each) || progress;
+          size_t count = begun.size(), first = random_bits() % count;
+          for (size_t i = 0; i < count; i++) {
+            Live &each = *begun[(i + first) % count];
+            progress = run_block(each) || progress;
+            if (!each.num_alive) each.cluster->memory[each.rank] = nullptr;
+          }
           for (size_t i = begun.size(); i--;)
             if (!begun[i]->num_alive) end_block(*begun[i]), begun.erase(begun.begin() + (int64_t)i);
         }

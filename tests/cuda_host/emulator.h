@@ -34,6 +34,7 @@ struct Thread {
   int lane;
   Warp *warp;
   void *operand;  // of the instruction it waits in
+  int64_t cluster_phase = -1;  // in which it arrived at the barrier of its cluster, if it has not waited since
   std::vector<std::function<void()>> copies;  // asynchronous ones that have not landed
   std::vector<size_t> groups;                 // of these, the ends of the closed ones
 };
@@ -66,8 +67,16 @@ void meet_warp(const char *instruction, void *operand, const Compute &compute) {
   release_warp();
 }
 void meet_block(const char *instruction, void *operand, const std::function<void(const std::vector<Thread *> &)> &compute);
+void meet_first(size_t count);  // waits until so many threads of the block are here
 void let_others_run();  // waits for what another block does
-void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function<void()> &kernel);
+// Clusters of blocks live at the same time.
+void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function<void()> &kernel,
+              dim3 cluster = dim3(1, 1, 1));
+void arrive_in_cluster();
+void wait_for_cluster();
+int rank_in_cluster();
+// What lies `offset` bytes into the dynamic shared memory of another block of the cluster, which must be alive.
+char *in_cluster(int rank, int64_t offset, int64_t bytes);
 bool in_shared(const void *address);
 
 struct Launch {
