@@ -10,7 +10,8 @@ namespace cuda {
 namespace halves {
 
 constexpr int PART_LEN = 16;  // tokens of one product
-constexpr int WARPS = 4, THREADS = WARPS * WARP;  // of a block of threads
+constexpr int WARPS = 8, THREADS = WARPS * WARP;  // of a block of threads
+constexpr int SPLIT = WARPS / 4;  // warps that fill what belongs to one i
 constexpr float MIXED = 8;    // what products that mix blocks leave out, a power of two: their sums are float16
 
 // Blocks of four coordinates: one product mixes SPAN of them in STEPS steps of 16 and makes TILES times 8. There are as
@@ -96,18 +97,18 @@ struct Amplitudes {
 };
 
 // Row k, column n of a product has the amplitude of block k, negative where k and n share an odd number of bits. Bits 0
-// to 2 of k and n are in the lane; bits 3 and 4 flip whole registers. A warp has one i.
+// to 2 of k and n are in the lane; bits 3 and 4 flip whole registers. A warp has one i, which SPLIT warps share.
 template <int DIM, int BITS, bool VALUES>
 __device__ inline void fill_right(Head<DIM, BITS, VALUES> &head) {
   using C = Cut<DIM>;
   int lane = lane_id(), g = lane / 4, c = lane % 4;
   const uint32_t(&summands)[DIM] = head.summands[warp_id()];
-  static_assert(WARPS == 4, "a warp has one i");
-  int i = warp_id();
+  int i = warp_id() % 4;
 #pragma unroll
   for (int at = 0; at < C::SPANS * C::STEPS; at++)  // blocks 16 at and up
 #pragma unroll
     for (int summand = 0; summand < head.SUMMANDS; summand++) {
+      if ((at * head.SUMMANDS + summand) % SPLIT != warp_id() / 4) continue;
       uint32_t pair[2];
 #pragma unroll
       for (int k = 0; k < 2; k++) {
@@ -122,6 +123,7 @@ __device__ inline void fill_right(Head<DIM, BITS, VALUES> &head) {
 }
 
 // Row i of the blocks and what the centre becomes of coordinates i, each warp one i: lane l has block l of each span.
+// Of the SPLIT warps of an i each fills every other word of 32 coordinates, the first what the centre becomes.
 template <int DIM, int BITS, bool VALUES>
 struct Blocks {
   using C = Cut<DIM>;
@@ -129,7 +131,7 @@ struct Blocks {
   float mixed[C::SPANS];
 
   __device__ void load(const float *centre, const float *blocks) {
-    int i = warp_id();
+    int i = warp_id() % 4;
 #pragma unroll
     for (int span = 0; span < C::SPANS; span++) {
       int n = span * C::SPAN + lane_id() % C::SPAN;
@@ -141,11 +143,11 @@ struct Blocks {
   // The rows times the transform of four. Column g of the fragments of t is block 8t + g, which one lane of each g has.
   __device__ void fill_rows(Head<DIM, BITS, VALUES> &head) const {
     constexpr float BY = MIXED * C::INVERSE_ROOT;
-    int lane = lane_id(), i = warp_id();
+    int lane = lane_id(), i = warp_id() % 4, part = warp_id() / 4;
 #pragma unroll
-    for (int t = 0; t < C::WORDS; t++) head.blocks[t][i][lane] = make_uint4(0, 0, 0, 0);
+    for (int t = 0; t < C::WORDS; t += SPLIT) head.blocks[t + part][i][lane] = make_uint4(0, 0, 0, 0);
     __syncwarp();
-    if (lane >= C::SPAN) return;
+    if (lane >= C::SPAN || lane / 8 % SPLIT != part) return;
 #pragma unroll
     for (int span = 0; span < C::SPANS; span++) {
       int n = span * C::SPAN + lane, g = n % 8;
@@ -163,6 +165,7 @@ struct Blocks {
     fill_rows(head);
     if constexpr (!VALUES) {
       int lane = lane_id(), i = warp_id();
+      if (i >= 4) return;
 #pragma unroll
       for (int span = 0; span < C::SPANS; span++) {
         int n = span * C::SPAN + lane % C::SPAN;
@@ -179,11 +182,12 @@ struct Blocks {
   }
 };
 
-// Column 2t + h of the words of a token is half h of word t: bits of blocks 4h to 4h + 3 of the eight. Warp t fills t.
+// Column 2t + h of the words of a token is half h of word t: bits of blocks 4h to 4h + 3 of the eight. One of the last
+// four warps fills each t.
 template <int COLUMNS>
 __device__ inline void fill_pack(uint4 (&pack)[COLUMNS][WARP]) {
-  int t = warp_id(), g = lane_id() / 4, c = lane_id() % 4;
-  if (t >= COLUMNS) return;
+  int t = warp_id() - (WARPS - 4), g = lane_id() / 4, c = lane_id() % 4;
+  if (t < 0 || t >= COLUMNS) return;
   float bit = g != 2 * t + c / 2 ? 0.0f : c % 2 ? 256.0f : 1.0f;
   pack[t][lane_id()] = make_uint4(pair_of<__half>(bit, 16 * bit), pair_of<__half>(2 * bit, 32 * bit),
                                   pair_of<__half>(4 * bit, 64 * bit), pair_of<__half>(8 * bit, 128 * bit));
@@ -200,15 +204,15 @@ struct Parameters {
     const Store &s = coding.store;
     amplitudes.load(s.rotation.signs, VALUES ? nullptr : balance_at(s, batch, index));
     blocks.load(VALUES ? nullptr : centre_at(s, batch, index), s.rotation.blocks);
-    if (warp_id() == 1) level = Book<BITS>::load(s.level_data);
+    if (warp_id() == WARPS - 3) level = Book<BITS>::load(s.level_data);
   }
   __device__ void fill(const Coding &coding, int64_t batch, int64_t index, Head<DIM, BITS, VALUES> &head) {
     const Store &s = coding.store;
     int warp = warp_id();
     float unit = amplitudes.fill(coding.x.dtype, head.summands[warp]);
     blocks.fill(coding.x.dtype, head.summands[warp], head);
-    if (warp == 1) head.book.fill(level);
-    if (warp == 2 && lane_id() < BITS) {
+    if (warp == WARPS - 3) head.book.fill(level);
+    if (warp == WARPS - 2 && lane_id() < BITS) {
       head.planes[lane_id()] = (char *)plane_at(s, batch, index, 0, lane_id());
       head.strides[lane_id()] = 4 * (uint32_t)(lane_id() < BITS - 1 ? s.mag_stride[2] : s.sign_stride[2]);
     }

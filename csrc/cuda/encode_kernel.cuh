@@ -1,6 +1,8 @@
 // The kernel of encode by tensor cores, and where it writes.
 #pragma once
 
+#include <algorithm>
+
 #include "encode_tile.cuh"
 #include "launch.h"
 #include "launches.cuh"
@@ -13,6 +15,7 @@ namespace halves {
 // encodes 16 tokens of its block.
 constexpr int PAIRS = WARPS / 2;
 struct Plan {
+  int ctas;                          // of all heads
   int ctas_per_head, share, longer;  // of a head; blocks of each, and how many of them have one more
 };
 
@@ -109,28 +112,24 @@ __device__ __forceinline__ void encode_part(const Head<DIM, BITS, VALUES> &head,
 }
 
 template <int DIM>
-constexpr int CTAS = DIM == 256 ? 2 : 4;  // of a multiprocessor
+constexpr int CTAS = DIM == 256 ? 1 : 2;  // of a multiprocessor
 
 // Tokens that are not there cost time but are neither read nor written.
 template <int DIM, int BITS, bool VALUES>
-__global__ void __launch_bounds__(THREADS, CTAS<DIM>)
-    encode(const __grid_constant__ Coding c, const __grid_constant__ Plan plan) {
-  extern __shared__ uint4 memory[];
+__device__ __forceinline__ void encode_share(const Coding &c, const Plan &plan, uint32_t number, uint4 *memory) {
   Shared<DIM, BITS, VALUES> &shared = *(Shared<DIM, BITS, VALUES> *)memory;
   Head<DIM, BITS, VALUES> &head = shared.head;
   auto *words = (Words<DIM, BITS> *)shared.words;
-  uint32_t index = blockIdx.x / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
+  uint32_t index = number / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
   uint32_t of_batch = index % heads;
   int start = (int)c.start, stop = (int)(c.start + c.tokens), pair = warp_id() / 2, half = warp_id() % 2;
-  int cta = (int)(blockIdx.x % plan.ctas_per_head), more = cta < plan.longer ? cta : plan.longer;
+  int cta = (int)(number % plan.ctas_per_head), more = cta < plan.longer ? cta : plan.longer;
   int block = start / BLOCK_LEN + cta * plan.share + more + pair, end = block - pair + plan.share + (cta < plan.longer);
   auto part_of = [&](int block, uint32_t valid) {
     return Part{block * BLOCK_LEN + half * PART_LEN, valid >> half * PART_LEN & 0xffff};
   };
   uint32_t valid = block < end ? valid_tokens(block, start, stop) : 0;
   Part part = part_of(block, valid);
-  wait_for_kernels_ahead();
-  if (plan.share <= PAIRS) let_next_kernel_begin();
   Parameters<DIM, BITS, VALUES> parameters;
   parameters.load(c, batch, of_batch);
   copy_rows<DIM>(row_at(c.x, batch, of_batch, 0), (int)(2 * c.x.stride[2]), part.first - start, part.valid,
@@ -148,7 +147,7 @@ __global__ void __launch_bounds__(THREADS, CTAS<DIM>)
       for (int e = 0; e < BITS * Sums<DIM, BITS>::GROUPS; e++)
         own[e % BITS][e / BITS][pair][half][lane_id()] =
             make_uint2(codes[0][e % BITS][e / BITS], codes[1][e % BITS][e / BITS]);
-      sync_pair(pair);
+      sync_two_warps(pair);
       uint32_t kept = valid_tokens(block, 0, start);
       if (valid && kept)
         store_values<true>(head, block, own, pair, half, valid, kept);
@@ -161,41 +160,62 @@ __global__ void __launch_bounds__(THREADS, CTAS<DIM>)
   }
 }
 
-// One or a few rounds of as many blocks of threads as there is room for, what ends first.
-inline Plan plan_of(const Coding &c, int64_t resident_warps) {
-  constexpr int64_t FILL = 1, MOST_ROUNDS = 4, UNIT = 64;  // FILL: of a head's parameters, in blocks of a pair
-  int64_t heads = c.batch * c.heads, resident = resident_warps / WARPS, most = ceil_div(c.blocks, PAIRS);
-  int64_t best = INT64_MAX;
-  Plan plan{};
-  for (int64_t rounds = 1; rounds <= MOST_ROUNDS; rounds++) {
-    int64_t fit = rounds * resident / heads, ctas = fit < 1 ? 1 : fit < most ? fit : most;
-    int64_t time = ceil_div(heads * ctas, resident) * (ceil_div(UNIT * c.blocks, ctas * PAIRS) + UNIT * FILL);
-    if (time < best) best = time, plan = {(int)ctas, (int)(c.blocks / ctas), (int)(c.blocks % ctas)};
-  }
-  return plan;
+// Keys and values in one launch, so that a multiprocessor has warps of both, and there is one ramp and one tail.
+template <int DIM, int BITS>
+__global__ void __launch_bounds__(THREADS, CTAS<DIM>)
+    encode(const __grid_constant__ Coding keys, const __grid_constant__ Plan key_plan,
+           const __grid_constant__ Coding values, const __grid_constant__ Plan value_plan) {
+  extern __shared__ uint4 memory[];
+  wait_for_kernels_ahead();
+  if (key_plan.share <= PAIRS && value_plan.share <= PAIRS) let_next_kernel_begin();
+  if (blockIdx.x < key_plan.ctas)
+    encode_share<DIM, BITS, false>(keys, key_plan, blockIdx.x, memory);
+  else
+    encode_share<DIM, BITS, true>(values, value_plan, blockIdx.x - key_plan.ctas, memory);
 }
 
-template <int DIM, int BITS, bool VALUES>
-void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared<DIM, BITS, VALUES>);
-  Plan plan = plan_of(c, CTAS<DIM> * WARPS * num_multiprocessors);
-  unsigned ctas = (unsigned)(c.batch * c.heads * plan.ctas_per_head);
-  launch_behind(encode<DIM, BITS, VALUES>, dim3(ctas), THREADS, bytes, stream, c, plan);
+// Of a coding that may be absent.
+inline int64_t heads_of(const Coding *c) { return c ? c->batch * c->heads : 0; }
+inline Plan plan_of(const Coding *c, int64_t ctas) {
+  if (!c) return {};
+  int64_t most = ceil_div(c->blocks, PAIRS);
+  ctas = ctas < 1 ? 1 : ctas < most ? ctas : most;
+  return {(int)(heads_of(c) * ctas), (int)ctas, (int)(c->blocks / ctas), (int)(c->blocks % ctas)};
+}
+inline int64_t turns_of(const Coding *c, const Plan &plan, int64_t unit) {
+  return c ? ceil_div(unit * c->blocks, plan.ctas_per_head * PAIRS) : 0;
+}
+
+// One or a few rounds of as many blocks of threads as there is room for, what ends first. Heads of keys and of values
+// get as many each, keys the odd one, as they take longer.
+inline void make_plans(const Coding *keys, const Coding *values, int64_t resident, Plan (&best)[2]) {
+  constexpr int64_t FILL = 40, UNIT = 64, MOST_ROUNDS = 4;  // FILL: of a head's parameters, a turn of a pair being UNIT
+  int64_t least = INT64_MAX, key_heads = heads_of(keys), value_heads = heads_of(values);
+  for (int64_t rounds = 1; rounds <= MOST_ROUNDS; rounds++) {
+    int64_t even = rounds * resident / (key_heads + value_heads), left = rounds * resident - even * value_heads;
+    Plan plans[2] = {plan_of(keys, key_heads ? left / key_heads : 0), plan_of(values, even)};
+    int64_t turns = std::max(turns_of(keys, plans[0], UNIT), turns_of(values, plans[1], UNIT));
+    int64_t time = ceil_div(plans[0].ctas + plans[1].ctas, resident) * (turns + FILL);
+    if (time < least) least = time, best[0] = plans[0], best[1] = plans[1];
+  }
 }
 
 template <int DIM, int BITS>
-void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
-  if (c.along_tokens)
-    launch<DIM, BITS, true>(c, num_multiprocessors, stream);
-  else
-    launch<DIM, BITS, false>(c, num_multiprocessors, stream);
+void launch(const Coding *keys, const Coding *values, int num_multiprocessors, cudaStream_t stream) {
+  constexpr int KEY_BYTES = sizeof(Shared<DIM, BITS, false>), VALUE_BYTES = sizeof(Shared<DIM, BITS, true>);
+  int bytes = std::max(keys ? KEY_BYTES : 0, values ? VALUE_BYTES : 0);
+  Plan plans[2];
+  make_plans(keys, values, CTAS<DIM> * num_multiprocessors, plans);
+  launch_behind(encode<DIM, BITS>, dim3((unsigned)(plans[0].ctas + plans[1].ctas)), THREADS, bytes, stream,
+                keys ? *keys : Coding{}, plans[0], values ? *values : Coding{}, plans[1]);
 }
 
 template <int DIM>
-void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
-  if (c.store.bits == 2) launch<DIM, 2>(c, num_multiprocessors, stream);
-  if (c.store.bits == 3) launch<DIM, 3>(c, num_multiprocessors, stream);
-  if (c.store.bits == 4) launch<DIM, 4>(c, num_multiprocessors, stream);
+void launch(const Coding *keys, const Coding *values, int num_multiprocessors, cudaStream_t stream) {
+  int bits = (keys ? keys : values)->store.bits;
+  if (bits == 2) launch<DIM, 2>(keys, values, num_multiprocessors, stream);
+  if (bits == 3) launch<DIM, 3>(keys, values, num_multiprocessors, stream);
+  if (bits == 4) launch<DIM, 4>(keys, values, num_multiprocessors, stream);
 }
 
 }  // namespace halves

@@ -64,5 +64,8 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
+// Waits for the other warp of a pair, of up to 15 of them.
+__device__ __forceinline__ void sync_two_warps(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory"); }
+
 }  // namespace cuda
 }  // namespace kvq
