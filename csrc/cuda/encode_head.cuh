@@ -38,13 +38,13 @@ struct Head {
   uint4 pack[C::COLUMNS][WARP];               // right factors that make words of bits, of i = 0, 1 and of i = 2, 3
   uint32_t summands[WARPS][DIM];              // of each warp: sign / balance / unit as a sum of two 16-bit numbers
   Book<BITS> book;
-  const char *x;
-  char *planes[BITS];  // magnitude bits, then the sign
-  __half *scales;
+  const char *x;           // the first token
+  char *planes[BITS];      // magnitude bits, then the sign, of that token or of its block
+  __half *scales;          // of the first token
   float unit;              // of the coordinates
-  int x_bytes;             // from a token to the next
+  uint32_t x_bytes;        // from a token to the next
   uint32_t strides[BITS];  // bytes from a token or block to the next
-  int start;               // first token of the store to encode
+  int count;               // of tokens, up to the last of this block of threads
   int rule;
   Dtype dtype;
 };
@@ -206,20 +206,21 @@ struct Parameters {
     blocks.load(VALUES ? nullptr : centre_at(s, batch, index), s.rotation.blocks);
     if (warp_id() == WARPS - 3) level = Book<BITS>::load(s.level_data);
   }
-  __device__ void fill(const Coding &coding, int64_t batch, int64_t index, Head<DIM, BITS, VALUES> &head) {
+  __device__ void fill(const Coding &coding, int64_t batch, int64_t index, int count, Head<DIM, BITS, VALUES> &head) {
     const Store &s = coding.store;
     int warp = warp_id();
     float unit = amplitudes.fill(coding.x.dtype, head.summands[warp]);
     blocks.fill(coding.x.dtype, head.summands[warp], head);
     if (warp == WARPS - 3) head.book.fill(level);
     if (warp == WARPS - 2 && lane_id() < BITS) {
-      head.planes[lane_id()] = (char *)plane_at(s, batch, index, 0, lane_id());
+      int64_t first = VALUES ? coding.start / BLOCK_LEN : coding.start;
+      head.planes[lane_id()] = (char *)plane_at(s, batch, index, first, lane_id());
       head.strides[lane_id()] = 4 * (uint32_t)(lane_id() < BITS - 1 ? s.mag_stride[2] : s.sign_stride[2]);
     }
     if (threadIdx.x == THREADS - 1) {
-      head.x = row_at(coding.x, batch, index, 0), head.scales = (__half *)scales_at(s, batch, index), head.unit = unit;
-      head.x_bytes = (int)(2 * coding.x.stride[2]), head.rule = coding.rule, head.dtype = coding.x.dtype;
-      head.start = (int)coding.start;
+      head.x = row_at(coding.x, batch, index, 0), head.x_bytes = (uint32_t)(2 * coding.x.stride[2]), head.unit = unit;
+      head.scales = (__half *)scales_at(s, batch, index) + coding.start;
+      head.count = count, head.rule = coding.rule, head.dtype = coding.x.dtype;
     }
     fill_right(head);
     fill_pack(head.pack);

@@ -33,31 +33,29 @@ struct Shared {
 
 // Keys: lane 4g + c has words c of tokens g and g + 8, with D = 256 also words 4 + c.
 template <int DIM, int BITS>
-__device__ __forceinline__ void store_keys(const Head<DIM, BITS, false> &head, int first, uint32_t valid,
+__device__ __forceinline__ void store_keys(const Head<DIM, BITS, false> &head, int at, int count, uint32_t lane,
                                            const Codes<DIM, BITS> &codes) {
-  int g = lane_id() / 4, c = lane_id() % 4;
-  char *planes[BITS];
-  uint32_t strides[BITS];
+  int c = lane % 4;
+  at += lane / 4;
 #pragma unroll
-  for (int p = 0; p < BITS; p++) {
-    strides[p] = head.strides[p];
-    planes[p] = head.planes[p] + 4 * c + (uint64_t)(uint32_t)(first + g) * strides[p];
-  }
+  for (int r = 0; r < 2; r++) {
+    uint32_t *to[BITS];
 #pragma unroll
-  for (int r = 0; r < 2; r++)
-    if (c < DIM / 32 && valid >> (g + 8 * r) & 1)
+    for (int p = 0; p < BITS; p++)
+      to[p] = (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)(at + 8 * r) * head.strides[p]) + c;
+    if (c < DIM / 32 && is_there(at + 8 * r, count))
 #pragma unroll
       for (int p = 0; p < BITS; p++)
 #pragma unroll
-        for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++)
-          *(uint32_t *)(planes[p] + 8 * r * strides[p] + 16 * group) = codes[r][p][group];
+        for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++) to[p][4 * group] = codes[r][p][group];
+  }
 }
 
 // Bit F of the number of a bit of a byte becomes bit F of g, and the other way round.
 template <int F>
-__device__ __forceinline__ uint32_t exchange(uint32_t own) {
+__device__ __forceinline__ uint32_t exchange(uint32_t own, uint32_t lane) {
   constexpr uint32_t EVEN = F == 1 ? 0x55555555 : F == 2 ? 0x33333333 : 0x0f0f0f0f;
-  bool odd = lane_id() & 4 * F;
+  bool odd = lane & 4 * F;
   uint32_t other = __shfl_xor_sync(ALL_LANES, __funnelshift_l(own, own, odd ? F : 32 - F), 4 * F);
   uint32_t mask = odd ? ~EVEN : EVEN;
   return (own & mask) | (other & ~mask);
@@ -66,22 +64,22 @@ __device__ __forceinline__ uint32_t exchange(uint32_t own) {
 // Values: 32 x 32 bits are transposed, bytes in registers and their bits between lanes, so that lane 4g + c has the
 // words of coordinates 32 c + 8 r + g, r = 2 half and the next. Bits of tokens in `kept` stay.
 template <bool KEEPS, int DIM, int BITS>
-__device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, int block,
-                                             const Words<DIM, BITS> &words, int pair, int half, uint32_t valid,
-                                             uint32_t kept) {
+__device__ __forceinline__ void store_words(const Head<DIM, BITS, true> &head, int block,
+                                            const Words<DIM, BITS> &words, int pair, int half, uint32_t lane,
+                                            uint32_t valid, uint32_t kept) {
   uint32_t bytes = half ? 0x7362 : 0x5140;
-  int g = lane_id() / 4, c = lane_id() % 4;
+  int g = lane / 4, c = lane % 4;
 #pragma unroll
   for (int p = 0; p < BITS; p++) {
     uint32_t *plane = (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
 #pragma unroll
     for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++) {
-      uint2 first = words[p][group][pair][0][lane_id()], last = words[p][group][pair][1][lane_id()];
+      uint2 first = words[p][group][pair][0][lane], last = words[p][group][pair][1][lane];
       uint32_t low = permute_bytes(first.x, first.y, bytes), high = permute_bytes(last.x, last.y, bytes);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         uint32_t word = permute_bytes(low, high, r ? 0x7632 : 0x5410);
-        word = exchange<4>(exchange<2>(exchange<1>(word))) & valid;
+        word = exchange<4>(exchange<2>(exchange<1>(word, lane), lane), lane) & valid;
         uint32_t *to = plane + 128 * group + 8 * r;
         if (c >= DIM / 32) continue;
         if (KEEPS) word |= *to & kept;
@@ -91,72 +89,72 @@ __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, 
   }
 }
 
-// 16 tokens of a head, from token `first` of the store on, of which those in `valid` are to be written, one bit each.
-struct Part {
-  int first;
-  uint32_t valid;
-};
-
-// Encodes a part, whose rows have been asked for, and asks for those of the next; returns the words.
-template <int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ void encode_part(const Head<DIM, BITS, VALUES> &head, Slots<DIM> &slots, const Part &part,
-                                            const Part &next, Codes<DIM, BITS> &codes) {
-  Tile<DIM> y;
-  wait_copies();
-  Mixed mixed = mix(head, slots[0] + lane_id(), part.valid, y);
-  copy_rows<DIM>(head.x, head.x_bytes, next.first - head.start, next.valid, slots);
-  finish_rotation(head, y);
-  float scale = encode_tile<DIM, BITS>(head, y, mixed, codes);
-  int lane = lane_id(), token = lane / 4 + lane % 2 * 8;
-  if (lane % 4 < 2 && part.valid >> token & 1) head.scales[part.first + token] = __float2half_rn(scale);
+// Of the block that begins at token `at`, before the first token if its bits before that stay.
+template <int DIM, int BITS>
+__device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, int at, int count,
+                                             const Words<DIM, BITS> &words, int pair, int half, uint32_t lane) {
+  uint32_t valid = valid_tokens(0, -at, count - at);
+  int block = (at + BLOCK_LEN - 1) / BLOCK_LEN;
+  if (valid && at < 0)
+    store_words<true>(head, 0, words, pair, half, lane, valid, ~(~0u << -at));
+  else if (valid)
+    store_words<false>(head, block, words, pair, half, lane, valid, 0);
 }
 
 template <int DIM>
 constexpr int CTAS = DIM == 256 ? 1 : 2;  // of a multiprocessor
 
-// Tokens that are not there cost time but are neither read nor written.
+// A turn encodes rows that the last one asked for, and asks for the next. Tokens are counted from the first of the call;
+// those that are not there, some of the first block among them, cost time but are neither read nor written.
 template <int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ void encode_share(const Coding &c, const Plan &plan, uint32_t number, uint4 *memory) {
+  constexpr int GROUPS = Sums<DIM, BITS>::GROUPS, TURN = PAIRS * BLOCK_LEN;
   Shared<DIM, BITS, VALUES> &shared = *(Shared<DIM, BITS, VALUES> *)memory;
   Head<DIM, BITS, VALUES> &head = shared.head;
   auto *words = (Words<DIM, BITS> *)shared.words;
   uint32_t index = number / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
   uint32_t of_batch = index % heads;
-  int start = (int)c.start, stop = (int)(c.start + c.tokens), pair = warp_id() / 2, half = warp_id() % 2;
   int cta = (int)(number % plan.ctas_per_head), more = cta < plan.longer ? cta : plan.longer;
-  int block = start / BLOCK_LEN + cta * plan.share + more + pair, end = block - pair + plan.share + (cta < plan.longer);
-  auto part_of = [&](int block, uint32_t valid) {
-    return Part{block * BLOCK_LEN + half * PART_LEN, valid >> half * PART_LEN & 0xffff};
-  };
-  uint32_t valid = block < end ? valid_tokens(block, start, stop) : 0;
-  Part part = part_of(block, valid);
+  int block = cta * plan.share + more, end = block + plan.share + (cta < plan.longer);
+  int before = (int)c.start % BLOCK_LEN, turn = block * BLOCK_LEN - before;
+  int count = min((int)c.tokens, end * BLOCK_LEN - before);
   Parameters<DIM, BITS, VALUES> parameters;
   parameters.load(c, batch, of_batch);
-  copy_rows<DIM>(row_at(c.x, batch, of_batch, 0), (int)(2 * c.x.stride[2]), part.first - start, part.valid,
-                 shared.slots[warp_id()]);
-  parameters.fill(c, batch, of_batch, head);
+  copy_rows<DIM>(row_at(c.x, batch, of_batch, 0), (uint32_t)(2 * c.x.stride[2]), turn + PART_LEN * warp_id(), count,
+                 lane_id(), shared.slots[warp_id()]);
+  parameters.fill(c, batch, of_batch, count, head);
 #pragma unroll 1
-  for (bool odd = false; block - pair < end; block += PAIRS, odd = !odd) {
-    uint32_t valid_of_next = block + PAIRS < end ? valid_tokens(block + PAIRS, start, stop) : 0;
-    Part part = part_of(block, valid);
+  for (; turn < count; turn += TURN) {
+    uint32_t thread = thread_again(), warp = thread / WARP, lane = thread % WARP, token = lane / 4 + lane % 2 * 8;
+    int at = turn + PART_LEN * (int)warp;
+    Tile<DIM> y;
+    wait_copies();
+    count = head.count;
+    Mixed mixed = rotate(head, shared.slots[warp][0] + lane, is_there(at + token, count), lane, y);
+    copy_rows<DIM>(head.x, head.x_bytes, at + TURN, count, lane, shared.slots[warp]);
+    Sums<DIM, BITS> sums;
+    quantise_tile(head, y, mixed, lane, sums);
+    thread = thread_again(), warp = thread / WARP, lane = thread % WARP, token = lane / 4 + lane % 2 * 8;
+    at = turn + PART_LEN * (int)warp;
+    float dot = sums.diagonal(sums.dots, lane);
     Codes<DIM, BITS> codes;
-    encode_part(head, shared.slots[warp_id()], part, part_of(block + PAIRS, valid_of_next), codes);
-    if constexpr (VALUES) {
-      Words<DIM, BITS> &own = words[odd];
 #pragma unroll
-      for (int e = 0; e < BITS * Sums<DIM, BITS>::GROUPS; e++)
-        own[e % BITS][e / BITS][pair][half][lane_id()] =
+    for (int e = 0; e < 2 * BITS * GROUPS; e++)
+      codes[e % 2][e / 2 / GROUPS][e / 2 % GROUPS] = sums.word(e / 2 / GROUPS, e / 2 % GROUPS, e % 2);
+    if constexpr (VALUES) {
+#pragma unroll
+      for (int e = 0; e < BITS * GROUPS; e++)
+        words[(turn & TURN) != 0][e % BITS][e / BITS][warp / 2][warp % 2][lane] =
             make_uint2(codes[0][e % BITS][e / BITS], codes[1][e % BITS][e / BITS]);
-      sync_two_warps(pair);
-      uint32_t kept = valid_tokens(block, 0, start);
-      if (valid && kept)
-        store_values<true>(head, block, own, pair, half, valid, kept);
-      else if (valid)
-        store_values<false>(head, block, own, pair, half, valid, 0);
     } else {
-      store_keys<DIM, BITS>(head, part.first, part.valid, codes);
+      store_keys<DIM, BITS>(head, at, count, lane, codes);
     }
-    valid = valid_of_next;
+    float scale = scale_of_tile<DIM, BITS>(head, mixed, dot, codes, lane);
+    if (lane % 4 < 2 && is_there(at + token, count)) head.scales[at + token] = __float2half_rn(scale);
+    if constexpr (VALUES) {
+      sync_two_warps(warp / 2);
+      store_values(head, at - (int)warp % 2 * PART_LEN, count, words[(turn & TURN) != 0], warp / 2, warp % 2, lane);
+    }
   }
 }
 
