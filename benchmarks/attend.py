@@ -25,7 +25,7 @@ from torch_kvq import ops
 from torch_kvq.backends import native
 from torch_kvq.codecs.isoquant import IsoQuantConfig
 from torch_kvq.layout import token_bytes
-from torch_kvq.store import ExactStore, PackedStore
+from torch_kvq.store import ExactStore, PackedStore, append_kv
 
 CPU_SHAPES = [(1, hq, hk, d, t) for hq, hk, d in ((32, 8, 128), (9, 3, 64)) for t in (512, 1024, 4096, 32768)]
 GPU_MODELS = ((32, 8, 128), (16, 8, 128), (64, 8, 128), (32, 8, 64), (32, 8, 256))
@@ -107,9 +107,9 @@ def flush_call(k: torch.Tensor, v: torch.Tensor, bits: int, exact: int, dtype: t
 
     def flush() -> None:
         full = copy.copy(held)
-        for store, x in zip(packed, (full.keys, full.values)):
+        for store in packed:
             store.length = 0
-            store.append(x[:, :, num_sinks : num_sinks + FLUSH_LEN])
+        append_kv(*packed, *(x[:, :, num_sinks : num_sinks + FLUSH_LEN] for x in (full.keys, full.values)))
         full.drop(num_sinks, num_sinks + FLUSH_LEN, capacity)
 
     return dict(flush=flush)
@@ -168,9 +168,9 @@ def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:
 
     def encode(packed: list[PackedStore], isa: str) -> None:
         use(isa)
-        for store, x in zip(packed, fresh):
+        for store in packed:
             store.length = 0
-            store.append(x)
+        append_kv(*packed, *fresh)
 
     read = sum(x.numel() * x.itemsize for x in fresh)
     written = k.shape[1] * args.prefill * sum(token_bytes(dim, args.bits, along) for along in (False, True))

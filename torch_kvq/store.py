@@ -169,6 +169,24 @@ class PackedStore(TokenBuffers):
         return out
 
 
+def append_kv(keys_store: TokenBuffers, values_store: TokenBuffers, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Stores ``keys [B, H, N, D]`` and ``values [B, H, N, Dv]`` behind the last token: at once, as a GPU does faster, if both
+    stores are packed as attention reads them, else one after the other."""
+    stores = keys_store, values_store
+    ways = [isinstance(store, PackedStore) and store.along_tokens for store in stores]
+    if not isinstance(keys_store, PackedStore) or ways != [False, True] or keys_store.length != values_store.length:
+        keys_store.append(keys)
+        values_store.append(values)
+        return
+    for store, x in zip(stores, (keys, values)):
+        store.reserve(store.length + x.shape[2])
+    packed_keys, packed_values = (store.tensors() for store in stores)
+    codecs, rules = (packed_keys[3:], packed_values[3:]), [store.config.rule for store in stores]
+    ops.encode_kv(keys, values, *codecs, *rules, keys_store.length, *packed_keys[:3], *packed_values[:3])
+    for store, x in zip(stores, (keys, values)):
+        store.length += x.shape[2]
+
+
 def _room_for(tokens: int, room: int) -> int:
     """Capacity for ``tokens`` exact ones: at most double until ``room``, the end of a window, is reached."""
     if tokens > 2 * room:

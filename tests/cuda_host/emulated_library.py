@@ -2,9 +2,9 @@
 
 Sources are copied to a build folder with six changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
 __shared__`` arrays point into its memory, ops are registered for the CPU, scratch is limited to 512 KB, so that small
-problems are done in parts too, ``encode`` has room for four blocks of threads only, so that its warps have several blocks, and
-the kernels of attend for few rows answer only where ``KVQ_EMULATE_FEW_ROWS`` is set, else the tiles. A header that lies next to this file
-takes the place of the one of the same name in ``csrc/cuda``.
+problems are done in parts too, ``encode`` has room for four blocks of threads only, so that its warps have several blocks of
+tokens, and the kernels of attend for few rows answer only where ``KVQ_EMULATE_FEW_ROWS`` is set, else the tiles. A header
+that lies next to this file takes the place of the one of the same name in ``csrc/cuda``.
 """
 
 import fcntl

@@ -81,8 +81,8 @@ SPARSE_SCHEMAS = (
 
 # Several operators one after another, for devices that do it faster in one; elsewhere those operators are called (fused.py).
 FUSED_SCHEMAS = (
-    # encode of keys [B, H, N, D], packed along D, and of values [B, H, N, Dv], packed along T, each to its store. codec: levels,
-    # centre, balance, signs, blocks, matrix.
+    # encode of keys [B, H, N, D], packed along D, and of values [B, H, N, Dv], packed along T. codec: levels, centre, balance,
+    # signs, blocks, matrix.
     "encode_kv(Tensor keys, Tensor values, Tensor[] key_codec, Tensor[] value_codec, int key_rule, int value_rule, int start,"
     " Tensor(a!) key_sign, Tensor(b!) key_mag, Tensor(c!) key_scale, Tensor(d!) value_sign, Tensor(e!) value_mag,"
     " Tensor(f!) value_scale) -> ()",
