@@ -12,6 +12,7 @@ namespace halves {
 constexpr int PART_LEN = 16;  // tokens of one product
 constexpr int WARPS = 8, THREADS = WARPS * WARP;  // of a block of threads
 constexpr int SPLIT = WARPS / 4;  // warps that fill what belongs to one i
+constexpr float LEAST_RMS = 1e-30f;  // of a vector of zeros
 constexpr float MIXED = 8;    // what products that mix blocks leave out, a power of two: their sums are float16
 
 // Blocks of four coordinates: one product mixes SPAN of them in STEPS steps of 16 and makes TILES times 8. There are as
@@ -28,10 +29,10 @@ struct Cut {
 template <int DIM, int BITS, bool VALUES>
 struct Head {
   using C = Cut<DIM>;
-  // Right factors of the products that mix blocks, [summand][step of all spans][i][lane]: registers of tiles 0 and 1.
-  // Those of tiles 2 and 3 are the same, in the second step of a span negative. Values need one summand.
+  // Right factors of the products that mix blocks, [summand][step of all spans][i][lane]: registers of tile 0. Those of
+  // the others are the same or negative. Values need one summand.
   static constexpr int SUMMANDS = VALUES ? 1 : 2;
-  uint4 right[SUMMANDS][C::SPANS * C::STEPS * 4][WARP];
+  uint2 right[SUMMANDS][C::SPANS * C::STEPS * 4][WARP];
   // [t][i]: right factors of the products that apply the blocks times the transform of four: registers of i' = 0 .. 3
   uint4 blocks[C::WORDS][4][WARP];
   float4 shift[VALUES ? 1 : 4][C::WORDS][4];  // [i][t][c]: what the centre becomes, negative, of j = 0, 1 and again
@@ -41,7 +42,7 @@ struct Head {
   const char *x;           // the first token
   char *planes[BITS];      // magnitude bits, then the sign, of that token or of its block
   __half *scales;          // of the first token
-  float unit;              // of the coordinates
+  float unit, least;       // of the coordinates; the least root mean square in it that divides
   uint32_t x_bytes;        // from a token to the next
   uint32_t strides[BITS];  // bytes from a token or block to the next
   int count;               // of tokens, up to the last of this block of threads
@@ -118,7 +119,7 @@ __device__ inline void fill_right(Head<DIM, BITS, VALUES> &head) {
           x[j] = summands[4 * (16 * at + 8 * k + 2 * c + j) + i] ^ (__popc((2 * c + j) & g) & 1 ? 0x80008000 : 0);
         pair[k] = permute_bytes(x[0], x[1], summand ? 0x7632 : 0x5410);
       }
-      head.right[summand][at * 4 + i][lane] = make_uint4(pair[0], pair[1], pair[0], pair[1] ^ 0x80008000);
+      head.right[summand][at * 4 + i][lane] = make_uint2(pair[0], pair[1]);
     }
 }
 
@@ -220,7 +221,8 @@ struct Parameters {
     if (threadIdx.x == THREADS - 1) {
       head.x = row_at(coding.x, batch, index, 0), head.x_bytes = (uint32_t)(2 * coding.x.stride[2]), head.unit = unit;
       head.scales = (__half *)scales_at(s, batch, index) + coding.start;
-      head.count = count, head.rule = coding.rule, head.dtype = coding.x.dtype;
+      head.least = __fdividef(LEAST_RMS, unit), head.count = count;
+      head.rule = coding.rule, head.dtype = coding.x.dtype;
     }
     fill_right(head);
     fill_pack(head.pack);

@@ -61,44 +61,37 @@ __device__ __forceinline__ uint32_t exchange(uint32_t own, uint32_t lane) {
   return (own & mask) | (other & ~mask);
 }
 
-// Values: 32 x 32 bits are transposed, bytes in registers and their bits between lanes, so that lane 4g + c has the
-// words of coordinates 32 c + 8 r + g, r = 2 half and the next. Bits of tokens in `kept` stay.
-template <bool KEEPS, int DIM, int BITS>
-__device__ __forceinline__ void store_words(const Head<DIM, BITS, true> &head, int block,
-                                            const Words<DIM, BITS> &words, int pair, int half, uint32_t lane,
-                                            uint32_t valid, uint32_t kept) {
-  uint32_t bytes = half ? 0x7362 : 0x5140;
-  int g = lane / 4, c = lane % 4;
-#pragma unroll
-  for (int p = 0; p < BITS; p++) {
-    uint32_t *plane = (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
-#pragma unroll
-    for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++) {
-      uint2 first = words[p][group][pair][0][lane], last = words[p][group][pair][1][lane];
-      uint32_t low = permute_bytes(first.x, first.y, bytes), high = permute_bytes(last.x, last.y, bytes);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        uint32_t word = permute_bytes(low, high, r ? 0x7632 : 0x5410);
-        word = exchange<4>(exchange<2>(exchange<1>(word, lane), lane), lane) & valid;
-        uint32_t *to = plane + 128 * group + 8 * r;
-        if (c >= DIM / 32) continue;
-        if (KEEPS) word |= *to & kept;
-        *to = word;
-      }
-    }
-  }
-}
-
-// Of the block that begins at token `at`, before the first token if its bits before that stay.
+// Values, of the block that begins at token `at`, or has its first bits from earlier calls: 32 x 32 bits are transposed,
+// bytes in registers and their bits between lanes, so that lane 4g + c has the words of coordinates 32 c + 8 r + g, r = 2
+// half and the next.
 template <int DIM, int BITS>
 __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, int at, int count,
                                              const Words<DIM, BITS> &words, int pair, int half, uint32_t lane) {
-  uint32_t valid = valid_tokens(0, -at, count - at);
-  int block = (at + BLOCK_LEN - 1) / BLOCK_LEN;
-  if (valid && at < 0)
-    store_words<true>(head, 0, words, pair, half, lane, valid, ~(~0u << -at));
-  else if (valid)
-    store_words<false>(head, block, words, pair, half, lane, valid, 0);
+  constexpr int GROUPS = Sums<DIM, BITS>::GROUPS;
+  uint32_t bytes = half ? 0x7362 : 0x5140, valid = valid_tokens(0, -at, count - at), kept = at < 0 ? ~(~0u << -at) : 0;
+  uint32_t word[BITS][GROUPS][2], *to[BITS];
+#pragma unroll
+  for (int e = 0; e < BITS * GROUPS; e++) {
+    uint2 first = words[e % BITS][e / BITS][pair][0][lane], last = words[e % BITS][e / BITS][pair][1][lane];
+    uint32_t low = permute_bytes(first.x, first.y, bytes), high = permute_bytes(last.x, last.y, bytes);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      uint32_t x = permute_bytes(low, high, r ? 0x7632 : 0x5410);
+      word[e % BITS][e / BITS][r] = exchange<4>(exchange<2>(exchange<1>(x, lane), lane), lane) & valid;
+    }
+  }
+  if (!valid || lane % 4 >= DIM / 32) return;
+#pragma unroll
+  for (int p = 0; p < BITS; p++)
+    to[p] = (uint32_t *)(head.planes[p] + (uint64_t)((uint32_t)(at + BLOCK_LEN - 1) / BLOCK_LEN) * head.strides[p]) +
+            32 * (lane % 4) + 16 * half + lane / 4;
+  if (kept)
+#pragma unroll
+    for (int e = 0; e < 2 * BITS * GROUPS; e++)
+      word[e / 2 % BITS][e / 2 / BITS][e % 2] |= to[e / 2 % BITS][128 * (e / 2 / BITS) + 8 * (e % 2)] & kept;
+#pragma unroll
+  for (int e = 0; e < 2 * BITS * GROUPS; e++)
+    to[e / 2 % BITS][128 * (e / 2 / BITS) + 8 * (e % 2)] = word[e / 2 % BITS][e / 2 / BITS][e % 2];
 }
 
 template <int DIM>
@@ -111,7 +104,7 @@ __device__ __forceinline__ void encode_share(const Coding &c, const Plan &plan, 
   constexpr int GROUPS = Sums<DIM, BITS>::GROUPS, TURN = PAIRS * BLOCK_LEN;
   Shared<DIM, BITS, VALUES> &shared = *(Shared<DIM, BITS, VALUES> *)memory;
   Head<DIM, BITS, VALUES> &head = shared.head;
-  auto *words = (Words<DIM, BITS> *)shared.words;
+  auto *turns_words = (Words<DIM, BITS> *)shared.words;
   uint32_t index = number / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
   uint32_t of_batch = index % heads;
   int cta = (int)(number % plan.ctas_per_head), more = cta < plan.longer ? cta : plan.longer;
@@ -125,35 +118,37 @@ __device__ __forceinline__ void encode_share(const Coding &c, const Plan &plan, 
   parameters.fill(c, batch, of_batch, count, head);
 #pragma unroll 1
   for (; turn < count; turn += TURN) {
-    uint32_t thread = thread_again(), warp = thread / WARP, lane = thread % WARP, token = lane / 4 + lane % 2 * 8;
-    int at = turn + PART_LEN * (int)warp;
+    Place here(turn);
     Tile<DIM> y;
     wait_copies();
-    count = head.count;
-    Mixed mixed = rotate(head, shared.slots[warp][0] + lane, is_there(at + token, count), lane, y);
-    copy_rows<DIM>(head.x, head.x_bytes, at + TURN, count, lane, shared.slots[warp]);
+    Mixed mixed = rotate(head, shared.slots[here.warp][0] + here.lane, turn, here.lane, y);
+    Place next(turn + TURN);
+    copy_rows<DIM>(head.x, head.x_bytes, next.first, head.count, next.lane, shared.slots[next.warp]);
     Sums<DIM, BITS> sums;
-    quantise_tile(head, y, mixed, lane, sums);
-    thread = thread_again(), warp = thread / WARP, lane = thread % WARP, token = lane / 4 + lane % 2 * 8;
-    at = turn + PART_LEN * (int)warp;
-    float dot = sums.diagonal(sums.dots, lane);
+    quantise_tile(head, y, mixed, next.lane, sums);
+    Place at(turn);
+    float dot = sums.diagonal(sums.dots, at.lane);
     Codes<DIM, BITS> codes;
 #pragma unroll
     for (int e = 0; e < 2 * BITS * GROUPS; e++)
       codes[e % 2][e / 2 / GROUPS][e / 2 % GROUPS] = sums.word(e / 2 / GROUPS, e / 2 % GROUPS, e % 2);
+    Words<DIM, BITS> &words = turns_words[(turn & TURN) != 0];
+    int pair = (int)at.warp / 2, half = (int)at.warp % 2;
+    count = head.count;
     if constexpr (VALUES) {
 #pragma unroll
       for (int e = 0; e < BITS * GROUPS; e++)
-        words[(turn & TURN) != 0][e % BITS][e / BITS][warp / 2][warp % 2][lane] =
+        words[e % BITS][e / BITS][pair][half][at.lane] =
             make_uint2(codes[0][e % BITS][e / BITS], codes[1][e % BITS][e / BITS]);
     } else {
-      store_keys<DIM, BITS>(head, at, count, lane, codes);
+      store_keys<DIM, BITS>(head, at.first, count, at.lane, codes);
     }
-    float scale = scale_of_tile<DIM, BITS>(head, mixed, dot, codes, lane);
-    if (lane % 4 < 2 && is_there(at + token, count)) head.scales[at + token] = __float2half_rn(scale);
+    __half *to = head.scales + at.first + at.token;
+    float scale = scale_of_tile<DIM, BITS>(head, mixed, dot, codes, at.lane);
+    if (at.lane % 4 < 2 && is_there(at.first + at.token, count)) *to = __float2half_rn(scale);
     if constexpr (VALUES) {
-      sync_two_warps(warp / 2);
-      store_values(head, at - (int)warp % 2 * PART_LEN, count, words[(turn & TURN) != 0], warp / 2, warp % 2, lane);
+      sync_two_warps(pair);
+      store_values(head, at.first - half * PART_LEN, count, words, pair, half, at.lane);
     }
   }
 }

@@ -33,6 +33,18 @@ using Slots = uint4[DIM / 16][WARP];
 // Whether token `at` is one of the first `count`; it may be before them.
 __device__ __forceinline__ bool is_there(int at, int count) { return (uint32_t)at < (uint32_t)count; }
 
+// The part of a thread in a turn that begins at token `turn`, found anew where it is asked for, as registers are few.
+struct Place {
+  uint32_t warp, lane;
+  int first, token;  // of the warp's 16 tokens; which of them, g in even lanes, else g + 8
+
+  __device__ __forceinline__ explicit Place(int turn) {
+    uint32_t thread = thread_again();
+    warp = thread / WARP, lane = thread % WARP;
+    first = turn + PART_LEN * (int)warp, token = (int)(lane / 4 + lane % 2 * 8);
+  }
+};
+
 // Starts to copy tokens from `at` on, as far as they are there; the others stay what they were.
 template <int DIM>
 __device__ __forceinline__ void copy_rows(const char *x, uint32_t row_bytes, int at, int count, uint32_t lane,
@@ -80,12 +92,11 @@ __device__ __forceinline__ void mix(const Head<DIM, BITS, VALUES> &head, const u
         for (int m = 0; m < 4; m++) a[m] = pick(x[step][m], i);
 #pragma unroll
         for (int summand = head.SUMMANDS - 1; summand >= 0; summand--) {
-          uint4 b = head.right[summand][at * 4 + i][lane];
+          uint2 b = head.right[summand][at * 4 + i][lane];
 #pragma unroll
           for (int tile = 0; tile < C::TILES; tile++) {
-            uint32_t flip = step & tile / 2 ? 0x80008000 : 0;
-            mma_half<Half>(sum[tile], a[0], a[1], a[2], a[3], (tile % 2 ? b.z : b.x) ^ flip,
-                           (tile % 2 ? b.w : b.y) ^ flip);
+            uint32_t low = step & tile / 2 ? 0x80008000 : 0, high = tile % 2 ? low ^ 0x80008000 : low;
+            mma_half<Half>(sum[tile], a[0], a[1], a[2], a[3], b.x ^ low, b.y ^ high);
           }
         }
       }
@@ -241,8 +252,16 @@ __device__ __forceinline__ bool fits_float16(float norm) {
   return rms > SMALLEST && rms < LARGEST;
 }
 
+// Of token g, in even lanes, or g + 8; rms[r] is the root mean square of token g + 8r, not zero.
 struct Mixed {
-  float norm, unit;
+  float norm, unit, rms[2];
+
+  template <int DIM>
+  __device__ __forceinline__ static Mixed of(float norm, float unit, float least, uint32_t lane) {
+    Mixed mixed = {norm, unit};
+    share(fmaxf(norm * Cut<DIM>::INVERSE_ROOT, least), lane, mixed.rms);
+    return mixed;
+  }
 };
 
 // Rotates where a token does not fit: the slots become rotated coordinates in units, powers of two, of each token.
@@ -270,14 +289,14 @@ __device__ __attribute__((noinline)) Mixed rotate_any(const Head<DIM, BITS, VALU
   for (int e = 0; e < DIM / 16; e++)
     slots[e * WARP] = make_uint4(z[e % 2 * 2][e / 2][0], z[e % 2 * 2][e / 2][1], z[e % 2 * 2 + 1][e / 2][0],
                                  z[e % 2 * 2 + 1][e / 2][1]);
-  return {norm, unit};
+  return Mixed::of<DIM>(norm, unit, __fdividef(LEAST_RMS, head.unit * unit), lane);
 }
 
 // Rotated coordinates of 16 tokens, in units of the head's unit times that of each token, which is of token g, in even
-// lanes, or g + 8, as the norm; `counts` says whether that one is there. Whether they fit is asked last, as products go
-// on while the norms are summed.
+// lanes, or g + 8, as the norm. `turn` is the first token of a turn of all warps. Whether those that are there fit is
+// asked last, as products go on while the norms are summed.
 template <int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ Mixed rotate(const Head<DIM, BITS, VALUES> &head, uint4 *slots, bool counts, uint32_t lane,
+__device__ __forceinline__ Mixed rotate(const Head<DIM, BITS, VALUES> &head, uint4 *slots, int turn, uint32_t lane,
                                         Tile<DIM> &y) {
   float squares[2];
   const float by[2] = {1, 1};
@@ -285,8 +304,10 @@ __device__ __forceinline__ Mixed rotate(const Head<DIM, BITS, VALUES> &head, uin
     mix<__nv_bfloat16, false>(head, slots, lane, by, y, squares);
   else
     mix<__half, false>(head, slots, lane, by, y, squares);
-  Mixed mixed = {norm_of<DIM>(squares, lane), 1};
+  Mixed mixed = Mixed::of<DIM>(norm_of<DIM>(squares, lane), 1, head.least, lane);
   finish_rotation(head, lane, y);
+  Place at(turn);
+  bool counts = is_there(at.first + at.token, head.count);
   if (__all_sync(ALL_LANES, fits_float16<DIM>(mixed.norm) || !counts)) return mixed;
   mixed = rotate_any(head, slots, lane);
 #pragma unroll
@@ -303,14 +324,12 @@ template <int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ void quantise_tile(const Head<DIM, BITS, VALUES> &head, const Tile<DIM> &y,
                                               const Mixed &mixed, uint32_t lane, Sums<DIM, BITS> &sums) {
   constexpr int LEVELS = Book<BITS>::LEVELS;
-  float rms[2];
-  share(fmaxf(mixed.norm * Cut<DIM>::INVERSE_ROOT, __fdividef(1e-30f, head.unit * mixed.unit)), lane, rms);
   uint32_t edges[2][LEVELS];
 #pragma unroll
   for (int s = 1; s < LEVELS; s++) {
     float edge = head.book.edge[s];
 #pragma unroll
-    for (int r = 0; r < 2; r++) edges[r][s] = pair_of<__half>(edge * rms[r], edge * rms[r]);
+    for (int r = 0; r < 2; r++) edges[r][s] = pair_of<__half>(edge * mixed.rms[r], edge * mixed.rms[r]);
   }
   quantise<DIM, BITS>(y, edges, head.book, head.pack, lane, sums);
 }
@@ -319,12 +338,16 @@ __device__ __forceinline__ void quantise_tile(const Head<DIM, BITS, VALUES> &hea
 template <int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ float scale_of_tile(const Head<DIM, BITS, VALUES> &head, const Mixed &mixed, float dot,
                                                const Codes<DIM, BITS> &codes, uint32_t lane) {
-  float step = head.book.half_step, unit = head.unit * mixed.unit, norm = mixed.norm * unit, square = 0;
-  if (head.rule == MATCHED || head.rule == MSE) {
+  float step = head.book.half_step, unit = head.unit * mixed.unit, norm = mixed.norm * unit, by;
+  int rule = head.rule;
+  dot = dot * step * unit;
+  if (needs_square(rule)) {
     int squares[2] = {head.book.squares(codes[0]), head.book.squares(codes[1])};
-    square = (float)(quad_sum(squares, lane) + DIM * head.book.square[0]) * (step * step);
+    by = divisor_of_square(rule, (float)(quad_sum(squares, lane) + DIM * head.book.square[0]) * (step * step));
+  } else {
+    by = divisor_of_dot(rule, dot);
   }
-  return scale_of(head.rule, norm, norm * Cut<DIM>::INVERSE_ROOT, dot * step * unit, square);
+  return scale_of(rule, norm, norm * Cut<DIM>::INVERSE_ROOT, dot, by);
 }
 
 }  // namespace halves
