@@ -205,6 +205,17 @@ def _buffers(keys: torch.Tensor, values: torch.Tensor, capacity: int) -> tuple[t
         return both[:batch], both[batch:], both
 
 
+def _in_large_elements(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Views of tensors of one dtype whose elements are of 16 or 8 bytes if the rows of all allow that: a thread of a GPU moves
+    one element, whatever its size."""
+    for dtype in () if tensors[0].device.type == "mps" else (torch.complex128, torch.int64):
+        by = dtype.itemsize // tensors[0].itemsize
+        places = [n for x in tensors for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])]
+        if by > 1 and all(x.stride(-1) == 1 for x in tensors) and not any(n % by for n in places):
+            return [x.view(dtype) for x in tensors]
+    return list(tensors)
+
+
 class ExactStore:
     """Keys and values as the model gave them, ``[B, H, length, D]`` and ``[B, H, length, Dv]``: sinks, then recent tokens.
 
@@ -279,6 +290,7 @@ class ExactStore:
         old, new = (self.key_buffer, self.value_buffer), _buffers(self.key_buffer, self.value_buffer, max(capacity, kept))
         at_once = self._both is not None and new[2] is not None
         for source, place in [(self._both, new[2])] if at_once else zip(old, new):
+            source, place = _in_large_elements(source, place)
             torch.cat((source[:, :, :start], source[:, :, stop : self.length]), 2, out=place[:, :, :kept])  # one kernel
         self.hold(*new)
         self.length, self._owned = kept, True

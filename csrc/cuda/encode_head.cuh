@@ -9,11 +9,11 @@ namespace kvq {
 namespace cuda {
 namespace halves {
 
-constexpr int PART_LEN = 16;  // tokens of one product
+constexpr int PART_LEN = 16;                      // tokens of one product
 constexpr int WARPS = 8, THREADS = WARPS * WARP;  // of a block of threads
-constexpr int SPLIT = WARPS / 4;  // warps that fill what belongs to one i
-constexpr float LEAST_RMS = 1e-30f;  // of a vector of zeros
-constexpr float MIXED = 8;    // what products that mix blocks leave out, a power of two: their sums are float16
+constexpr int SPLIT = WARPS / 4;                  // warps that fill what belongs to one i
+constexpr float LEAST_RMS = 1e-30f;               // of a vector of zeros
+constexpr float MIXED = 8;  // what products that mix blocks leave out, a power of two: their sums are float16
 
 // Blocks of four coordinates: one product mixes SPAN of them in STEPS steps of 16 and makes TILES times 8. There are as
 // many words of 32 coordinates as groups of 8 blocks.

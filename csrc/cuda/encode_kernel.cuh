@@ -1,4 +1,7 @@
-// The kernel of encode by tensor cores, and where it writes.
+// The kernel of encode by tensor cores, of keys, of values or of both, and where it writes.
+//
+// Registers limit a multiprocessor to 16 warps: two blocks of threads of eight, so that few fill what a head needs. What a
+// thread can find again, as its place, the count of tokens and where they lie, is not kept in registers meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -61,9 +64,9 @@ __device__ __forceinline__ uint32_t exchange(uint32_t own, uint32_t lane) {
   return (own & mask) | (other & ~mask);
 }
 
-// Values, of the block that begins at token `at`, or has its first bits from earlier calls: 32 x 32 bits are transposed,
-// bytes in registers and their bits between lanes, so that lane 4g + c has the words of coordinates 32 c + 8 r + g, r = 2
-// half and the next.
+// Values, of the block that begins at token `at`, before the first token if it has bits from earlier calls: 32 x 32 bits
+// are transposed, bytes in registers and their bits between lanes, so that lane 4g + c has the words of coordinates
+// 32 c + 8 r + g, r = 2 half and the next.
 template <int DIM, int BITS>
 __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, int at, int count,
                                              const Words<DIM, BITS> &words, int pair, int half, uint32_t lane) {
@@ -97,8 +100,8 @@ __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, 
 template <int DIM>
 constexpr int CTAS = DIM == 256 ? 1 : 2;  // of a multiprocessor
 
-// A turn encodes rows that the last one asked for, and asks for the next. Tokens are counted from the first of the call;
-// those that are not there, some of the first block among them, cost time but are neither read nor written.
+// A turn encodes rows that the last one asked for, and asks for the next. Tokens are counted from the first of the
+// call; those that are not there, some of the first block among them, cost time but are neither read nor written.
 template <int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ void encode_share(const Coding &c, const Plan &plan, uint32_t number, uint4 *memory) {
   constexpr int GROUPS = Sums<DIM, BITS>::GROUPS, TURN = PAIRS * BLOCK_LEN;

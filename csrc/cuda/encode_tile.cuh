@@ -266,7 +266,8 @@ struct Mixed {
 
 // Rotates where a token does not fit: the slots become rotated coordinates in units, powers of two, of each token.
 template <int DIM, int BITS, bool VALUES>
-__device__ __attribute__((noinline)) Mixed rotate_any(const Head<DIM, BITS, VALUES> &head, uint4 *slots, uint32_t lane) {
+__device__ __attribute__((noinline)) Mixed rotate_any(const Head<DIM, BITS, VALUES> &head, uint4 *slots,
+                                                      uint32_t lane) {
   constexpr int MOST_TRIES = 3, WIDE = 64;  // squares may be out of float32, that many times
   Tile<DIM> z;
   float squares[2], by[2] = {1, 1}, unit = 1, norm;

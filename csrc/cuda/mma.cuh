@@ -72,7 +72,9 @@ __device__ __forceinline__ uint32_t thread_again() {
 }
 
 // Waits for the other warp of a pair, of up to 15 of them.
-__device__ __forceinline__ void sync_two_warps(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory"); }
+__device__ __forceinline__ void sync_two_warps(int pair) {
+  asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+}
 
 }  // namespace cuda
 }  // namespace kvq

@@ -89,7 +89,7 @@ __device__ inline float divisor_of_square(int rule, float square) {
 }
 __device__ inline float divisor_of_dot(int rule, float dot) { return rule == UNBIASED ? fmaxf(dot, 1e-30f) : 1; }
 
-// The one scale of a vector from |x|, its root mean square and <|x|, value>. 0 for a zero vector and for one with a NaN.
+// The one scale of a vector from |x|, its root mean square and <|x|, value>. 0 for zeros and where there is a NaN.
 __device__ inline float scale_of(int rule, float norm, float rms, float dot, float by) {
   const float largest = 65504;
   float scale = rule == MATCHED ? norm : rule == UNBIASED ? norm * norm : rule == MSE ? dot : rms;
