@@ -52,9 +52,7 @@ __device__ float quantise(const Coding &c, const Codebook &book, const float *ro
       if (lane == 0) words[p * num_words + w] = word;
     }
   }
-  dot = warp_sum(dot) * rms, square = warp_sum(square);
-  float by = needs_square(c.rule) ? divisor_of_square(c.rule, square) : divisor_of_dot(c.rule, dot);
-  return scale_of(c.rule, norm, rms, dot, by);
+  return scale_of(c.rule, norm, rms, warp_sum(dot) * rms, warp_sum(square));
 }
 
 __device__ void store_keys(const Coding &c, const Block &at, const uint32_t *words, int stride) {

@@ -9,11 +9,9 @@ namespace kvq {
 namespace cuda {
 namespace halves {
 
-constexpr int PART_LEN = 16;                      // tokens of one product
-constexpr int WARPS = 8, THREADS = WARPS * WARP;  // of a block of threads
-constexpr int SPLIT = WARPS / 4;                  // warps that fill what belongs to one i
-constexpr float LEAST_RMS = 1e-30f;               // of a vector of zeros
-constexpr float MIXED = 8;  // what products that mix blocks leave out, a power of two: their sums are float16
+constexpr int PART_LEN = 16;  // tokens of one product
+constexpr int WARPS = 4, THREADS = WARPS * WARP;  // of a block of threads
+constexpr float MIXED = 8;    // what products that mix blocks leave out, a power of two: their sums are float16
 
 // Blocks of four coordinates: one product mixes SPAN of them in STEPS steps of 16 and makes TILES times 8. There are as
 // many words of 32 coordinates as groups of 8 blocks.
@@ -29,23 +27,23 @@ struct Cut {
 template <int DIM, int BITS, bool VALUES>
 struct Head {
   using C = Cut<DIM>;
-  // Right factors of the products that mix blocks, [summand][step of all spans][i][lane]: registers of tile 0. Those of
-  // the others are the same or negative. Values need one summand.
+  // Right factors of the products that mix blocks, [summand][step of all spans][i][lane]: registers of tiles 0 and 1.
+  // Those of tiles 2 and 3 are the same, in the second step of a span negative. Values need one summand.
   static constexpr int SUMMANDS = VALUES ? 1 : 2;
-  uint2 right[SUMMANDS][C::SPANS * C::STEPS * 4][WARP];
+  uint4 right[SUMMANDS][C::SPANS * C::STEPS * 4][WARP];
   // [t][i]: right factors of the products that apply the blocks times the transform of four: registers of i' = 0 .. 3
   uint4 blocks[C::WORDS][4][WARP];
   float4 shift[VALUES ? 1 : 4][C::WORDS][4];  // [i][t][c]: what the centre becomes, negative, of j = 0, 1 and again
   uint4 pack[C::COLUMNS][WARP];               // right factors that make words of bits, of i = 0, 1 and of i = 2, 3
   uint32_t summands[WARPS][DIM];              // of each warp: sign / balance / unit as a sum of two 16-bit numbers
   Book<BITS> book;
-  const char *x;           // the first token
-  char *planes[BITS];      // magnitude bits, then the sign, of that token or of its block
-  __half *scales;          // of the first token
-  float unit, least;       // of the coordinates; the least root mean square in it that divides
-  uint32_t x_bytes;        // from a token to the next
+  const char *x;
+  char *planes[BITS];  // magnitude bits, then the sign
+  __half *scales;
+  float unit;              // of the coordinates
+  int x_bytes;             // from a token to the next
   uint32_t strides[BITS];  // bytes from a token or block to the next
-  int count;               // of tokens, up to the last of this block of threads
+  int start;               // first token of the store to encode
   int rule;
   Dtype dtype;
 };
@@ -98,18 +96,18 @@ struct Amplitudes {
 };
 
 // Row k, column n of a product has the amplitude of block k, negative where k and n share an odd number of bits. Bits 0
-// to 2 of k and n are in the lane; bits 3 and 4 flip whole registers. A warp has one i, which SPLIT warps share.
+// to 2 of k and n are in the lane; bits 3 and 4 flip whole registers. A warp has one i.
 template <int DIM, int BITS, bool VALUES>
 __device__ inline void fill_right(Head<DIM, BITS, VALUES> &head) {
   using C = Cut<DIM>;
   int lane = lane_id(), g = lane / 4, c = lane % 4;
   const uint32_t(&summands)[DIM] = head.summands[warp_id()];
-  int i = warp_id() % 4;
+  static_assert(WARPS == 4, "a warp has one i");
+  int i = warp_id();
 #pragma unroll
   for (int at = 0; at < C::SPANS * C::STEPS; at++)  // blocks 16 at and up
 #pragma unroll
     for (int summand = 0; summand < head.SUMMANDS; summand++) {
-      if ((at * head.SUMMANDS + summand) % SPLIT != warp_id() / 4) continue;
       uint32_t pair[2];
 #pragma unroll
       for (int k = 0; k < 2; k++) {
@@ -119,12 +117,11 @@ __device__ inline void fill_right(Head<DIM, BITS, VALUES> &head) {
           x[j] = summands[4 * (16 * at + 8 * k + 2 * c + j) + i] ^ (__popc((2 * c + j) & g) & 1 ? 0x80008000 : 0);
         pair[k] = permute_bytes(x[0], x[1], summand ? 0x7632 : 0x5410);
       }
-      head.right[summand][at * 4 + i][lane] = make_uint2(pair[0], pair[1]);
+      head.right[summand][at * 4 + i][lane] = make_uint4(pair[0], pair[1], pair[0], pair[1] ^ 0x80008000);
     }
 }
 
 // Row i of the blocks and what the centre becomes of coordinates i, each warp one i: lane l has block l of each span.
-// Of the SPLIT warps of an i each fills every other word of 32 coordinates, the first what the centre becomes.
 template <int DIM, int BITS, bool VALUES>
 struct Blocks {
   using C = Cut<DIM>;
@@ -132,7 +129,7 @@ struct Blocks {
   float mixed[C::SPANS];
 
   __device__ void load(const float *centre, const float *blocks) {
-    int i = warp_id() % 4;
+    int i = warp_id();
 #pragma unroll
     for (int span = 0; span < C::SPANS; span++) {
       int n = span * C::SPAN + lane_id() % C::SPAN;
@@ -144,11 +141,11 @@ struct Blocks {
   // The rows times the transform of four. Column g of the fragments of t is block 8t + g, which one lane of each g has.
   __device__ void fill_rows(Head<DIM, BITS, VALUES> &head) const {
     constexpr float BY = MIXED * C::INVERSE_ROOT;
-    int lane = lane_id(), i = warp_id() % 4, part = warp_id() / 4;
+    int lane = lane_id(), i = warp_id();
 #pragma unroll
-    for (int t = 0; t < C::WORDS; t += SPLIT) head.blocks[t + part][i][lane] = make_uint4(0, 0, 0, 0);
+    for (int t = 0; t < C::WORDS; t++) head.blocks[t][i][lane] = make_uint4(0, 0, 0, 0);
     __syncwarp();
-    if (lane >= C::SPAN || lane / 8 % SPLIT != part) return;
+    if (lane >= C::SPAN) return;
 #pragma unroll
     for (int span = 0; span < C::SPANS; span++) {
       int n = span * C::SPAN + lane, g = n % 8;
@@ -166,7 +163,6 @@ struct Blocks {
     fill_rows(head);
     if constexpr (!VALUES) {
       int lane = lane_id(), i = warp_id();
-      if (i >= 4) return;
 #pragma unroll
       for (int span = 0; span < C::SPANS; span++) {
         int n = span * C::SPAN + lane % C::SPAN;
@@ -183,12 +179,11 @@ struct Blocks {
   }
 };
 
-// Column 2t + h of the words of a token is half h of word t: bits of blocks 4h to 4h + 3 of the eight. One of the last
-// four warps fills each t.
+// Column 2t + h of the words of a token is half h of word t: bits of blocks 4h to 4h + 3 of the eight. Warp t fills t.
 template <int COLUMNS>
 __device__ inline void fill_pack(uint4 (&pack)[COLUMNS][WARP]) {
-  int t = warp_id() - (WARPS - 4), g = lane_id() / 4, c = lane_id() % 4;
-  if (t < 0 || t >= COLUMNS) return;
+  int t = warp_id(), g = lane_id() / 4, c = lane_id() % 4;
+  if (t >= COLUMNS) return;
   float bit = g != 2 * t + c / 2 ? 0.0f : c % 2 ? 256.0f : 1.0f;
   pack[t][lane_id()] = make_uint4(pair_of<__half>(bit, 16 * bit), pair_of<__half>(2 * bit, 32 * bit),
                                   pair_of<__half>(4 * bit, 64 * bit), pair_of<__half>(8 * bit, 128 * bit));
@@ -205,24 +200,22 @@ struct Parameters {
     const Store &s = coding.store;
     amplitudes.load(s.rotation.signs, VALUES ? nullptr : balance_at(s, batch, index));
     blocks.load(VALUES ? nullptr : centre_at(s, batch, index), s.rotation.blocks);
-    if (warp_id() == WARPS - 3) level = Book<BITS>::load(s.level_data);
+    if (warp_id() == 1) level = Book<BITS>::load(s.level_data);
   }
-  __device__ void fill(const Coding &coding, int64_t batch, int64_t index, int count, Head<DIM, BITS, VALUES> &head) {
+  __device__ void fill(const Coding &coding, int64_t batch, int64_t index, Head<DIM, BITS, VALUES> &head) {
     const Store &s = coding.store;
     int warp = warp_id();
     float unit = amplitudes.fill(coding.x.dtype, head.summands[warp]);
     blocks.fill(coding.x.dtype, head.summands[warp], head);
-    if (warp == WARPS - 3) head.book.fill(level);
-    if (warp == WARPS - 2 && lane_id() < BITS) {
-      int64_t first = VALUES ? coding.start / BLOCK_LEN : coding.start;
-      head.planes[lane_id()] = (char *)plane_at(s, batch, index, first, lane_id());
+    if (warp == 1) head.book.fill(level);
+    if (warp == 2 && lane_id() < BITS) {
+      head.planes[lane_id()] = (char *)plane_at(s, batch, index, 0, lane_id());
       head.strides[lane_id()] = 4 * (uint32_t)(lane_id() < BITS - 1 ? s.mag_stride[2] : s.sign_stride[2]);
     }
     if (threadIdx.x == THREADS - 1) {
-      head.x = row_at(coding.x, batch, index, 0), head.x_bytes = (uint32_t)(2 * coding.x.stride[2]), head.unit = unit;
-      head.scales = (__half *)scales_at(s, batch, index) + coding.start;
-      head.least = __fdividef(LEAST_RMS, unit), head.count = count;
-      head.rule = coding.rule, head.dtype = coding.x.dtype;
+      head.x = row_at(coding.x, batch, index, 0), head.scales = (__half *)scales_at(s, batch, index), head.unit = unit;
+      head.x_bytes = (int)(2 * coding.x.stride[2]), head.rule = coding.rule, head.dtype = coding.x.dtype;
+      head.start = (int)coding.start;
     }
     fill_right(head);
     fill_pack(head.pack);

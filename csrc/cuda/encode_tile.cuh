@@ -30,30 +30,14 @@ using Tile = uint32_t[4][DIM / 32][2];
 template <int DIM>
 using Slots = uint4[DIM / 16][WARP];
 
-// Whether token `at` is one of the first `count`; it may be before them.
-__device__ __forceinline__ bool is_there(int at, int count) { return (uint32_t)at < (uint32_t)count; }
-
-// The part of a thread in a turn that begins at token `turn`, found anew where it is asked for, as registers are few.
-struct Place {
-  uint32_t warp, lane;
-  int first, token;  // of the warp's 16 tokens; which of them, g in even lanes, else g + 8
-
-  __device__ __forceinline__ explicit Place(int turn) {
-    uint32_t thread = thread_again();
-    warp = thread / WARP, lane = thread % WARP;
-    first = turn + PART_LEN * (int)warp, token = (int)(lane / 4 + lane % 2 * 8);
-  }
-};
-
-// Starts to copy tokens from `at` on, as far as they are there; the others stay what they were.
+// Starts to copy the tokens in `valid`; the others stay what they were.
 template <int DIM>
-__device__ __forceinline__ void copy_rows(const char *x, uint32_t row_bytes, int at, int count, uint32_t lane,
-                                          Slots<DIM> &slots) {
-  x += 16 * (lane % 4), at += lane / 4;
+__device__ __forceinline__ void copy_rows(const char *x, int row_bytes, int first, uint32_t valid, Slots<DIM> &slots) {
+  int lane = lane_id(), g = lane / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const char *row = x + (uint64_t)row_bytes * (uint32_t)(at + 8 * r);
-    if (is_there(at + 8 * r, count))
+    const char *row = x + (int64_t)row_bytes * (first + g + 8 * r) + 16 * (lane % 4);
+    if (valid >> (g + 8 * r) & 1)
 #pragma unroll
       for (int m = 0; m < DIM / 32; m++) copy_async<16>(&slots[2 * m + r][lane], row + 64 * m);
   }
@@ -67,9 +51,10 @@ __device__ __forceinline__ uint32_t pick(const uint4 &blocks, int i) {
 
 // Mixes the blocks of each span, times by[r] if SCALED, powers of two, of token g + 8r. Adds their squares.
 template <class Half, bool SCALED, int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ void mix(const Head<DIM, BITS, VALUES> &head, const uint4 *slots, uint32_t lane,
-                                    const float (&by)[2], Tile<DIM> &z, float (&squares)[2]) {
+__device__ __forceinline__ void mix(const Head<DIM, BITS, VALUES> &head, const uint4 *slots, const float (&by)[2],
+                                    Tile<DIM> &z, float (&squares)[2]) {
   using C = Cut<DIM>;
+  int lane = lane_id();
   float sums[4] = {};
 #pragma unroll
   for (int span = 0; span < C::SPANS; span++) {
@@ -92,11 +77,12 @@ __device__ __forceinline__ void mix(const Head<DIM, BITS, VALUES> &head, const u
         for (int m = 0; m < 4; m++) a[m] = pick(x[step][m], i);
 #pragma unroll
         for (int summand = head.SUMMANDS - 1; summand >= 0; summand--) {
-          uint2 b = head.right[summand][at * 4 + i][lane];
+          uint4 b = head.right[summand][at * 4 + i][lane];
 #pragma unroll
           for (int tile = 0; tile < C::TILES; tile++) {
-            uint32_t low = step & tile / 2 ? 0x80008000 : 0, high = tile % 2 ? low ^ 0x80008000 : low;
-            mma_half<Half>(sum[tile], a[0], a[1], a[2], a[3], b.x ^ low, b.y ^ high);
+            uint32_t flip = step & tile / 2 ? 0x80008000 : 0;
+            mma_half<Half>(sum[tile], a[0], a[1], a[2], a[3], (tile % 2 ? b.z : b.x) ^ flip,
+                           (tile % 2 ? b.w : b.y) ^ flip);
           }
         }
       }
@@ -115,7 +101,7 @@ __device__ __forceinline__ void mix(const Head<DIM, BITS, VALUES> &head, const u
 
 // Mixes the spans, then applies the blocks; leaves no negative zero.
 template <int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ void finish_rotation(const Head<DIM, BITS, VALUES> &head, uint32_t lane, Tile<DIM> &y) {
+__device__ __forceinline__ void finish_rotation(const Head<DIM, BITS, VALUES> &head, Tile<DIM> &y) {
   using C = Cut<DIM>;
   constexpr uint32_t ONE = 0x3c003c00, MINUS_ONE = 0xbc00bc00;
 #pragma unroll
@@ -129,7 +115,7 @@ __device__ __forceinline__ void finish_rotation(const Head<DIM, BITS, VALUES> &h
     uint32_t of[4][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      uint4 b = head.blocks[t][i][lane];
+      uint4 b = head.blocks[t][i][lane_id()];
       of[i][0] = of[i][1] = 0;
       mma_half_pairs(of[i], y[0][t][0], y[0][t][1], y[1][t][0], y[1][t][1], b.x, b.y);
       mma_half_pairs(of[i], y[2][t][0], y[2][t][1], y[3][t][0], y[3][t][1], b.z, b.w);
@@ -164,11 +150,11 @@ struct Sums {
   }
 
   // The element of token g or g + 8, that of the first in even lanes.
-  __device__ __forceinline__ static float diagonal(const float (&x)[2][4], uint32_t lane) {
-    int g = lane / 4, from = 4 * g + g / 2;
+  __device__ __forceinline__ static float diagonal(const float (&x)[2][4]) {
+    int g = lane_id() / 4, from = 4 * g + g / 2;
     float first = __shfl_sync(ALL_LANES, g % 2 ? x[0][1] : x[0][0], from);
     float second = __shfl_sync(ALL_LANES, g % 2 ? x[1][3] : x[1][2], from);
-    return lane % 2 ? second : first;
+    return lane_id() % 2 ? second : first;
   }
 };
 
@@ -176,14 +162,14 @@ struct Sums {
 template <int DIM, int BITS>
 __device__ __forceinline__ void quantise(const Tile<DIM> &y, const uint32_t (&edge)[2][Book<BITS>::LEVELS],
                                          const Book<BITS> &book, const uint4 (&pack)[Cut<DIM>::COLUMNS][WARP],
-                                         uint32_t lane, Sums<DIM, BITS> &sums) {
+                                         Sums<DIM, BITS> &sums) {
   constexpr int FLAGS = Book<BITS>::FLAGS, LEVELS = Book<BITS>::LEVELS;
   uint32_t level[LEVELS];
 #pragma unroll
   for (int s = 0; s < LEVELS; s++) level[s] = *(volatile const uint32_t *)&book.value[s];  // once
 #pragma unroll
   for (int t = 0; t < DIM / 32; t++) {
-    uint4 bits = pack[t % 4][lane];
+    uint4 bits = pack[t % 4][lane_id()];
 #pragma unroll
     for (int half = 0; half < 2; half++) {  // i = 2 half and the next
       uint32_t low = half ? bits.z : bits.x, high = half ? bits.w : bits.y;
@@ -217,15 +203,15 @@ __device__ __forceinline__ void quantise(const Tile<DIM> &y, const uint32_t (&ed
 
 // Over the four lanes of a token: of token g in even lanes, of g + 8 in odd ones; x[r] is the lane's part of g + 8r.
 template <class T>
-__device__ __forceinline__ T quad_sum(const T (&x)[2], uint32_t lane) {
-  bool odd = lane % 2;
+__device__ __forceinline__ T quad_sum(const T (&x)[2]) {
+  bool odd = lane_id() % 2;
   T sum = (odd ? x[1] : x[0]) + __shfl_xor_sync(ALL_LANES, odd ? x[0] : x[1], 1);
   return sum + __shfl_xor_sync(ALL_LANES, sum, 2);
 }
 // Both of what even and odd lanes have.
-__device__ __forceinline__ void share(float x, uint32_t lane, float (&both)[2]) {
+__device__ __forceinline__ void share(float x, float (&both)[2]) {
   float other = __shfl_xor_sync(ALL_LANES, x, 1);
-  both[0] = lane % 2 ? other : x, both[1] = lane % 2 ? x : other;
+  both[0] = lane_id() % 2 ? other : x, both[1] = lane_id() % 2 ? x : other;
 }
 
 // The square root of a sum of squares, nearly; finite, of a NaN a NaN.
@@ -240,9 +226,9 @@ using Codes = uint32_t[2][BITS][Sums<DIM, BITS>::GROUPS];
 
 // Norms from the squares of mixed coordinates, as what follows only turns them: of token g, in even lanes, or g + 8.
 template <int DIM>
-__device__ __forceinline__ float norm_of(const float (&squares)[2], uint32_t lane) {
+__device__ __forceinline__ float norm_of(const float (&squares)[2]) {
   constexpr float GAIN = 2 * MIXED * Cut<DIM>::INVERSE_ROOT * (Cut<DIM>::SPANS == 2 ? 1.41421356f : 1);
-  return GAIN * root(quad_sum(squares, lane));
+  return GAIN * root(quad_sum(squares));
 }
 // Whether coordinates of that norm, and all that is made of them, are float16.
 template <int DIM>
@@ -252,103 +238,86 @@ __device__ __forceinline__ bool fits_float16(float norm) {
   return rms > SMALLEST && rms < LARGEST;
 }
 
-// Of token g, in even lanes, or g + 8; rms[r] is the root mean square of token g + 8r, not zero.
 struct Mixed {
-  float norm, unit, rms[2];
-
-  template <int DIM>
-  __device__ __forceinline__ static Mixed of(float norm, float unit, float least, uint32_t lane) {
-    Mixed mixed = {norm, unit};
-    share(fmaxf(norm * Cut<DIM>::INVERSE_ROOT, least), lane, mixed.rms);
-    return mixed;
-  }
+  float norm, unit;
 };
 
-// Rotates where a token does not fit: the slots become rotated coordinates in units, powers of two, of each token.
+// Mixes where a token does not fit: the slots become mixed coordinates in units, powers of two, of each token.
 template <int DIM, int BITS, bool VALUES>
-__device__ __attribute__((noinline)) Mixed rotate_any(const Head<DIM, BITS, VALUES> &head, uint4 *slots,
-                                                      uint32_t lane) {
+__device__ __attribute__((noinline)) Mixed mix_any(const Head<DIM, BITS, VALUES> &head, uint4 *slots) {
   constexpr int MOST_TRIES = 3, WIDE = 64;  // squares may be out of float32, that many times
   Tile<DIM> z;
   float squares[2], by[2] = {1, 1}, unit = 1, norm;
 #pragma unroll 1
   for (int tried = 0;; tried++) {
     if (head.dtype == BFLOAT16)
-      mix<__nv_bfloat16, true>(head, slots, lane, by, z, squares);
+      mix<__nv_bfloat16, true>(head, slots, by, z, squares);
     else
-      mix<__half, true>(head, slots, lane, by, z, squares);
-    norm = norm_of<DIM>(squares, lane);
+      mix<__half, true>(head, slots, by, z, squares);
+    norm = norm_of<DIM>(squares);
     if (tried == MOST_TRIES || __all_sync(ALL_LANES, fits_float16<DIM>(norm))) break;
     int exponent = (int)(__float_as_uint(norm) >> 23 & 255) - 127;
     exponent = exponent < -WIDE ? -WIDE : exponent < WIDE ? exponent : WIDE;
     unit *= __uint_as_float((uint32_t)(127 + exponent) << 23);
     unit = unit < 0x1p-126f ? 0x1p-126f : unit < 0x1p126f ? unit : 0x1p126f;
-    share(__uint_as_float((254u << 23) - __float_as_uint(unit)), lane, by);  // 1 / unit
+    share(__uint_as_float((254u << 23) - __float_as_uint(unit)), by);  // 1 / unit
   }
-  finish_rotation(head, lane, z);
 #pragma unroll
   for (int e = 0; e < DIM / 16; e++)
     slots[e * WARP] = make_uint4(z[e % 2 * 2][e / 2][0], z[e % 2 * 2][e / 2][1], z[e % 2 * 2 + 1][e / 2][0],
                                  z[e % 2 * 2 + 1][e / 2][1]);
-  return Mixed::of<DIM>(norm, unit, __fdividef(LEAST_RMS, head.unit * unit), lane);
+  return {norm, unit};
 }
 
-// Rotated coordinates of 16 tokens, in units of the head's unit times that of each token, which is of token g, in even
-// lanes, or g + 8, as the norm. `turn` is the first token of a turn of all warps. Whether those that are there fit is
-// asked last, as products go on while the norms are summed.
+// Mixed coordinates of 16 tokens, of which those in `valid` count: in units of the head's unit times that of each token,
+// which is of token g, in even lanes, or g + 8, as the norm.
 template <int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ Mixed rotate(const Head<DIM, BITS, VALUES> &head, uint4 *slots, int turn, uint32_t lane,
-                                        Tile<DIM> &y) {
+__device__ __forceinline__ Mixed mix(const Head<DIM, BITS, VALUES> &head, uint4 *slots, uint32_t valid, Tile<DIM> &z) {
   float squares[2];
   const float by[2] = {1, 1};
   if (head.dtype == BFLOAT16)
-    mix<__nv_bfloat16, false>(head, slots, lane, by, y, squares);
+    mix<__nv_bfloat16, false>(head, slots, by, z, squares);
   else
-    mix<__half, false>(head, slots, lane, by, y, squares);
-  Mixed mixed = Mixed::of<DIM>(norm_of<DIM>(squares, lane), 1, head.least, lane);
-  finish_rotation(head, lane, y);
-  Place at(turn);
-  bool counts = is_there(at.first + at.token, head.count);
+    mix<__half, false>(head, slots, by, z, squares);
+  Mixed mixed = {norm_of<DIM>(squares), 1};
+  bool counts = valid >> (lane_id() / 4 + lane_id() % 2 * 8) & 1;
   if (__all_sync(ALL_LANES, fits_float16<DIM>(mixed.norm) || !counts)) return mixed;
-  mixed = rotate_any(head, slots, lane);
+  mixed = mix_any(head, slots);
 #pragma unroll
   for (int e = 0; e < DIM / 16; e++) {
     uint4 x = slots[e * WARP];
-    y[e % 2 * 2][e / 2][0] = x.x, y[e % 2 * 2][e / 2][1] = x.y;
-    y[e % 2 * 2 + 1][e / 2][0] = x.z, y[e % 2 * 2 + 1][e / 2][1] = x.w;
+    z[e % 2 * 2][e / 2][0] = x.x, z[e % 2 * 2][e / 2][1] = x.y;
+    z[e % 2 * 2 + 1][e / 2][0] = x.z, z[e % 2 * 2 + 1][e / 2][1] = x.w;
   }
   return mixed;
 }
 
-// Adds up the coordinates, as `mixed` has norm and unit.
+// Codes of both tokens; returns the scale of token g, in even lanes, or g + 8, as `mixed` has norm and unit.
 template <int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ void quantise_tile(const Head<DIM, BITS, VALUES> &head, const Tile<DIM> &y,
-                                              const Mixed &mixed, uint32_t lane, Sums<DIM, BITS> &sums) {
+__device__ __forceinline__ float encode_tile(const Head<DIM, BITS, VALUES> &head, const Tile<DIM> &y,
+                                             const Mixed &mixed, Codes<DIM, BITS> &codes) {
   constexpr int LEVELS = Book<BITS>::LEVELS;
+  float rms[2], step = head.book.half_step, unit = head.unit * mixed.unit;
+  share(fmaxf(mixed.norm * Cut<DIM>::INVERSE_ROOT, __fdividef(1e-30f, unit)), rms);
   uint32_t edges[2][LEVELS];
 #pragma unroll
   for (int s = 1; s < LEVELS; s++) {
     float edge = head.book.edge[s];
 #pragma unroll
-    for (int r = 0; r < 2; r++) edges[r][s] = pair_of<__half>(edge * mixed.rms[r], edge * mixed.rms[r]);
+    for (int r = 0; r < 2; r++) edges[r][s] = pair_of<__half>(edge * rms[r], edge * rms[r]);
   }
-  quantise<DIM, BITS>(y, edges, head.book, head.pack, lane, sums);
-}
-
-// The scale of token g, in even lanes, or g + 8, whose products of levels and sizes add up to `dot`.
-template <int DIM, int BITS, bool VALUES>
-__device__ __forceinline__ float scale_of_tile(const Head<DIM, BITS, VALUES> &head, const Mixed &mixed, float dot,
-                                               const Codes<DIM, BITS> &codes, uint32_t lane) {
-  float step = head.book.half_step, unit = head.unit * mixed.unit, norm = mixed.norm * unit, by;
-  int rule = head.rule;
-  dot = dot * step * unit;
-  if (needs_square(rule)) {
+  Sums<DIM, BITS> sums;
+  quantise<DIM, BITS>(y, edges, head.book, head.pack, sums);
+#pragma unroll
+  for (int e = 0; e < 2 * BITS * sums.GROUPS; e++)
+    codes[e % 2][e / 2 / sums.GROUPS][e / 2 % sums.GROUPS] = sums.word(e / 2 / sums.GROUPS, e / 2 % sums.GROUPS, e % 2);
+  float dot = sums.diagonal(sums.dots) * step * unit, square = 0;
+  float norm = mixed.norm * unit;
+  if (head.rule == MATCHED || head.rule == MSE) {
     int squares[2] = {head.book.squares(codes[0]), head.book.squares(codes[1])};
-    by = divisor_of_square(rule, (float)(quad_sum(squares, lane) + DIM * head.book.square[0]) * (step * step));
-  } else {
-    by = divisor_of_dot(rule, dot);
+    square = (float)(quad_sum(squares) + DIM * head.book.square[0]) * (step * step);
   }
-  return scale_of(rule, norm, norm * Cut<DIM>::INVERSE_ROOT, dot, by);
+  return scale_of(head.rule, norm, norm * Cut<DIM>::INVERSE_ROOT, dot, square);
 }
 
 }  // namespace halves

@@ -64,17 +64,5 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
-// threadIdx.x, read anew, so that what depends on it is not kept in registers across a loop.
-__device__ __forceinline__ uint32_t thread_again() {
-  uint32_t x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return x;
-}
-
-// Waits for the other warp of a pair, of up to 15 of them.
-__device__ __forceinline__ void sync_two_warps(int pair) {
-  asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
-}
-
 }  // namespace cuda
 }  // namespace kvq

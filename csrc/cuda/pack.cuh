@@ -82,16 +82,12 @@ struct Codebook {
   }
 };
 
-// What the scale of a vector is divided by: |value|^2 decides, or <|x|, value> if anything.
-__device__ inline bool needs_square(int rule) { return rule == MATCHED || rule == MSE; }
-__device__ inline float divisor_of_square(int rule, float square) {
-  return rule == MATCHED ? square * rsqrtf(fmaxf(square, 1e-30f)) : square;
-}
-__device__ inline float divisor_of_dot(int rule, float dot) { return rule == UNBIASED ? fmaxf(dot, 1e-30f) : 1; }
-
-// The one scale of a vector from |x|, its root mean square and <|x|, value>. 0 for zeros and where there is a NaN.
-__device__ inline float scale_of(int rule, float norm, float rms, float dot, float by) {
-  const float largest = 65504;
+// The one scale of a vector from |x|, its root mean square, <|x|, value> and |value|^2. 0 for a zero vector and for one
+// with a NaN.
+__device__ inline float scale_of(int rule, float norm, float rms, float dot, float square) {
+  const float eps = 1e-30f, largest = 65504;
+  float root = square * rsqrtf(fmaxf(square, eps));
+  float by = rule == MATCHED ? root : rule == UNBIASED ? fmaxf(dot, eps) : rule == MSE ? square : 1;
   float scale = rule == MATCHED ? norm : rule == UNBIASED ? norm * norm : rule == MSE ? dot : rms;
   scale = __fdividef(scale, by);
   scale = scale < largest ? scale : largest;

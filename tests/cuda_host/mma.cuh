@@ -88,11 +88,6 @@ inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & m
 inline int opaque(int x) { return x; }
 inline float fast_exp2(float x) { return exp2f(x); }
 
-inline uint32_t thread_again() { return threadIdx.x; }
-
-// Waits for all pairs.
-inline void sync_two_warps(int) { __syncthreads(); }
-
 // A copy that lands at once or when it is waited for.
 template <int BYTES>
 inline void copy_async(void *shared, const void *global) {
