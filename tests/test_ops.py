@@ -285,6 +285,39 @@ def calls():
     yield "merge", (torch.randn(2, *out.shape), torch.randn(2, *lse.shape), out.clone(), lse.clone())
 
 
+CALLS = range(len(list(calls())))
+
+
+def outputs_of(name, arguments):
+    return arguments[-{"encode": 3, "encode_kv": 6, "attend": 2, "merge": 2}.get(name, 1) :]
+
+
+def visible_outputs(name, arguments):
+    """What an operator has written: of a store the codes and scales of the 33 tokens of ``calls``."""
+    outputs, written = outputs_of(name, arguments), []
+    if not name.startswith("encode"):
+        return [x.clone() for x in outputs]
+    for place, along_tokens in enumerate([arguments[8]] if name == "encode" else [False, True]):
+        store = outputs[3 * place : 3 * place + 3]
+        written += codec_checks.codes(store, along_tokens, arguments[0].shape[-1])[:, :, :33], store[2][:, :, :33].clone()
+    return written
+
+
+@needs_kernels
+@pytest.mark.parametrize("index", CALLS)
+def test_results_do_not_depend_on_the_call(index):
+    name, arguments = list(calls())[index]
+    outputs = outputs_of(name, arguments)
+    assert all(isinstance(x, torch.Tensor) for x in outputs)
+    getattr(ops, name)(*arguments)
+    once = visible_outputs(name, arguments)
+    for x in outputs:
+        x.view(torch.int16 if x.element_size() == 2 else torch.int32).fill_(0)
+    getattr(ops, name)(*arguments)
+    for ours, theirs in zip(visible_outputs(name, arguments), once, strict=True):
+        assert torch.equal(ours, theirs) and ours.any()
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", (*DENSE_NAMES, "encode_kv"))
 def test_opcheck(name):

@@ -11,7 +11,7 @@ import torch
 from cuda_host import attend_checks, codec_checks
 from cuda_host.attend_checks import in_dtype, moved, named
 from op_cases import CASES, Case, problem, relative_error
-from test_ops import ARGUMENTS, BAD, calls
+from test_ops import ARGUMENTS, BAD, CALLS, calls, outputs_of, visible_outputs
 
 from torch_kvq import backends, ops
 from torch_kvq.backends import cuda
@@ -151,27 +151,9 @@ def test_opcheck(name):
         torch.library.opcheck(getattr(ops, name), tuple(moved(arguments, DEVICE)))
 
 
-def visible_outputs(name, arguments):
-    """What an operator has written: of a store the codes and scales of the 33 tokens of ``calls``."""
-    outputs, dim, written = outputs_of(name, arguments), arguments[0].shape[-1], []
-    if not name.startswith("encode"):
-        return [x.clone() for x in outputs]
-    for place, along_tokens in enumerate([arguments[8]] if name == "encode" else [False, True]):
-        store = outputs[3 * place : 3 * place + 3]
-        written += codec_checks.codes(store, along_tokens, dim)[:, :, :33], store[2][:, :, :33].clone()
-    return written
-
-
-def outputs_of(name, arguments):
-    return arguments[-{"encode": 3, "encode_kv": 6, "attend": 2, "merge": 2}.get(name, 1) :]
-
-
 def poison(x):
     """Bits that are NaN in floats."""
     x.view(torch.int16 if x.element_size() == 2 else torch.int32).fill_(-1)
-
-
-CALLS = range(len(list(calls())))
 
 
 def call_on_device(index):
