@@ -114,9 +114,8 @@ __device__ __forceinline__ void encode_part(const Head<DIM, BITS, VALUES> &head,
 template <int DIM>
 constexpr int CTAS = DIM == 256 ? 2 : 4;  // of a multiprocessor
 template <int DIM>
-constexpr int KEY_COST = DIM == 128 ? 16 : 15;  // of 32 tokens, values taking VALUE_COST; measured
-template <int DIM>
-constexpr int VALUE_COST = DIM == 128 ? 14 : 15;
+constexpr int KEY_COST = DIM == 128 ? 9 : 8;  // of a block of a pair, as measured, where values take VALUE_COST
+constexpr int VALUE_COST = 8;
 
 // What one block of threads does of all that `c` asks for. Tokens that are not there cost time but are neither read nor
 // written.
@@ -191,8 +190,8 @@ inline Plan plan_of(const Coding *c, int64_t fit) {
 // get what they take of it.
 template <int DIM>
 void make_plans(const Coding *keys, const Coding *values, int64_t resident, Plan (&best)[2]) {
-  constexpr int64_t COST[2] = {KEY_COST<DIM>, VALUE_COST<DIM>};  // of a block of a pair
-  constexpr int64_t FILL = 16, MOST_ROUNDS = 4, UNIT = 64;       // FILL: of a head's parameters
+  constexpr int64_t COST[2] = {KEY_COST<DIM>, VALUE_COST};
+  constexpr int64_t FILL = VALUE_COST, MOST_ROUNDS = 4, UNIT = 64;  // FILL: of a head's parameters
   const Coding *of[2] = {keys, values};
   int64_t least = INT64_MAX, all = COST[0] * heads_of(keys) + COST[1] * heads_of(values);
   for (int64_t rounds = 1; rounds <= MOST_ROUNDS; rounds++) {
