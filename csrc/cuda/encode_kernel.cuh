@@ -73,7 +73,8 @@ __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, 
   int g = lane_id() / 4, c = lane_id() % 4;
 #pragma unroll
   for (int p = 0; p < BITS; p++) {
-    uint32_t *plane = (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
+    uint32_t *plane =
+        (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
 #pragma unroll
     for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++) {
       uint2 first = words[p][group][pair][0][lane_id()], last = words[p][group][pair][1][lane_id()];
