@@ -26,8 +26,8 @@ import torch
 from torch_kvq import ops
 from torch_kvq.backends import native, triton
 from torch_kvq.codecs.isoquant import IsoQuantConfig
-from torch_kvq.layout import PACKED_FIELDS, token_bytes
-from torch_kvq.store import ExactStore, PackedStore
+from torch_kvq.layout import token_bytes
+from torch_kvq.store import ExactStore, PackedStore, append_kv
 
 CPU_SHAPES = [(1, hq, hk, d, t) for hq, hk, d in ((32, 8, 128), (9, 3, 64)) for t in (512, 1024, 4096, 32768)]
 GPU_MODELS = ((32, 8, 128), (16, 8, 128), (64, 8, 128), (32, 8, 64), (32, 8, 256))
@@ -116,9 +116,9 @@ def flush_call(k: torch.Tensor, v: torch.Tensor, bits: int, exact: int, dtype: t
 
     def flush() -> None:
         full = copy.copy(held)
-        for store, x in zip(packed, (full.keys, full.values)):
+        for store in packed:
             store.length = 0
-            store.append(x[:, :, num_sinks : num_sinks + FLUSH_LEN])
+        append_kv(*packed, *(x[:, :, num_sinks : num_sinks + FLUSH_LEN] for x in (full.keys, full.values)))
         full.drop(num_sinks, num_sinks + FLUSH_LEN, capacity)
 
     return dict(flush=flush)
@@ -177,14 +177,13 @@ def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:
 
     def encode(packed: list[PackedStore], isa: str) -> None:
         use(isa)
-        for store, x in zip(packed, fresh):
+        for store in packed:
             store.length = 0
-            if isa == TWIN:
-                tensors = dict(zip(PACKED_FIELDS, store.tensors()))
-                planes = [tensors.pop(name) for name in ("sign", "mag", "scale")]
-                operator("encode", isa)(x, *tensors.values(), store.config.rule, store.along_tokens, 0, *planes)
-            else:
-                store.append(x)
+        if isa != TWIN:
+            return append_kv(*packed, *fresh)
+        for store, x in zip(packed, fresh):
+            tensors = store.tensors()
+            operator("encode", isa)(x, *tensors[3:], store.config.rule, store.along_tokens, 0, *tensors[:3])
 
     read = sum(x.numel() * x.itemsize for x in fresh)
     written = k.shape[1] * args.prefill * sum(token_bytes(dim, args.bits, along) for along in (False, True))

@@ -45,7 +45,7 @@ FLUSH_LIMIT = 2.0
 WARM_UP = 4  # tokens that do not count
 SDPA, MATMUL = (F, "scaled_dot_product_attention"), (torch, "matmul")
 ANSWERS = {"sdpa": [SDPA], "eager": [MATMUL, (LazyTensor, "__torch_function__")]}
-PACKED_KERNELS = [(ops, name) for name in ("attend", "qk", "pv", "encode")]
+PACKED_KERNELS = [(ops, name) for name in ("attend", "qk", "pv", "encode", "encode_kv")]
 DENSE_KERNELS = [SDPA, MATMUL]
 
 

@@ -143,6 +143,17 @@ def test_a_mask_of_one_row_is_that_of_all(serve):
 
 
 FUSED = [
+    ("keys must have 4 dims", "encode_kv", "keys", lambda x: x[0]),
+    ("values must be float32, bfloat16 or float16", "encode_kv", "values", lambda x: x.double()),
+    ("key_codec must be six tensors", "encode_kv", "key_codec", lambda x: x[:5]),
+    ("value_codec must be six tensors", "encode_kv", "value_codec", lambda x: [*x, x[0]]),
+    ("value_levels must have the shape", "encode_kv", "value_codec", lambda x: [x[0][:1], *x[1:]]),
+    ("value_rule must be from 0 to 3", "encode_kv", "value_rule", lambda x: 4),
+    ("start must be at least 0", "encode_kv", "start", lambda x: -1),
+    ("key_scale must have a capacity of at least 1033", "encode_kv", "start", lambda x: 1000),
+    ("value_sign must be int32", "encode_kv", "value_sign", lambda x: x.long()),
+    ("value_mag must have 1 to 3 planes", "encode_kv", "value_mag", lambda x: x[0]),
+    ("value_scale must be float16", "encode_kv", "value_scale", lambda x: x.float()),
     ("outs must have two pieces", "merge_selected", "outs", lambda x: x[0, 0, 0, 0, 0]),
     ("outs must have two pieces", "merge_selected", "outs", lambda x: x[:1]),
     ("outs must have two pieces of", "merge_selected", "outs", lambda x: x[:, :, :1]),

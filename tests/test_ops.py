@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from cuda_host import codec_checks
 from op_cases import CASES, Case, check_fences, codes_of, encode, fenced, make_store, problem, relative_error
 
 from torch_kvq import backends, ops
@@ -144,6 +145,12 @@ def test_encode_equals_the_reference(bits, along_tokens, rule, isa):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dims, bits", [((64, 64), (3, 3)), ((80, 48), (3, 4)), ((128, 128), (2, 3))])
+def test_encode_of_keys_and_values_at_once(dims, bits, isa):
+    codec_checks.check_encode_kv(ops, "cpu", dims, bits, "isoquant", torch.float32)
+
+
+@needs_kernels
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [4, 12, 80, 96, 256, 512])
 def test_encode_and_decode_in_ragged_pieces(dim, along_tokens, isa):
@@ -269,6 +276,8 @@ def calls():
     yield "rotate", (x, *keys[6:], False, torch.empty_like(x))
     yield "encode", (x, *keys[3:], rule, False, 0, *(part.clone() for part in keys[:3]))
     yield "encode", (x, *values[3:], rule, True, 0, *(part.clone() for part in values[:3]))
+    planes = (part.clone() for store in (keys, values) for part in store[:3])
+    yield "encode_kv", (x, -x, keys[3:], values[3:], rule, SCALE_RULES.index("mse"), 0, *planes)
     yield "decode", (keys, False, 0, torch.empty_like(x))
     yield "attend", (q, keys, values, *rest, out.clone(), lse.clone())
     yield "qk", (q, keys, exact_keys, 33, 4, scores)
@@ -276,8 +285,41 @@ def calls():
     yield "merge", (torch.randn(2, *out.shape), torch.randn(2, *lse.shape), out.clone(), lse.clone())
 
 
+CALLS = range(len(list(calls())))
+
+
+def outputs_of(name, arguments):
+    return arguments[-{"encode": 3, "encode_kv": 6, "attend": 2, "merge": 2}.get(name, 1) :]
+
+
+def visible_outputs(name, arguments):
+    """What an operator has written: of a store the codes and scales of the 33 tokens of ``calls``."""
+    outputs, written = outputs_of(name, arguments), []
+    if not name.startswith("encode"):
+        return [x.clone() for x in outputs]
+    for place, along_tokens in enumerate([arguments[8]] if name == "encode" else [False, True]):
+        store = outputs[3 * place : 3 * place + 3]
+        written += codec_checks.codes(store, along_tokens, arguments[0].shape[-1])[:, :, :33], store[2][:, :, :33].clone()
+    return written
+
+
 @needs_kernels
-@pytest.mark.parametrize("name", DENSE_NAMES)
+@pytest.mark.parametrize("index", CALLS)
+def test_results_do_not_depend_on_the_call(index):
+    name, arguments = list(calls())[index]
+    outputs = outputs_of(name, arguments)
+    assert all(isinstance(x, torch.Tensor) for x in outputs)
+    getattr(ops, name)(*arguments)
+    once = visible_outputs(name, arguments)
+    for x in outputs:
+        x.view(torch.int16 if x.element_size() == 2 else torch.int32).fill_(0)
+    getattr(ops, name)(*arguments)
+    for ours, theirs in zip(visible_outputs(name, arguments), once, strict=True):
+        assert torch.equal(ours, theirs) and ours.any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", (*DENSE_NAMES, "encode_kv"))
 def test_opcheck(name):
     for _, arguments in (call for call in calls() if call[0] == name):
         torch.library.opcheck(getattr(ops, name), arguments)

@@ -11,7 +11,7 @@ import torch
 from cuda_host import attend_checks, codec_checks
 from cuda_host.attend_checks import in_dtype, moved, named
 from op_cases import CASES, Case, problem, relative_error
-from test_ops import ARGUMENTS, BAD, calls
+from test_ops import ARGUMENTS, BAD, CALLS, calls, outputs_of, visible_outputs
 
 from torch_kvq import backends, ops
 from torch_kvq.backends import cuda
@@ -111,6 +111,19 @@ def test_encode_of_many_tokens_and_of_flushes(along_tokens, rule):
         codec_checks.check_encode(ops, DEVICE, *args)
 
 
+@pytest.mark.parametrize("heads, pieces", [(3, codec_checks.RAGGED), (2, ((0, 5), (5, 40000))), (8, codec_checks.BLOCKS)])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_encode_of_keys_and_values_at_once(dim, bits, heads, pieces):
+    for dtype in (torch.bfloat16, torch.float16):
+        codec_checks.check_encode_kv(ops, DEVICE, (dim, dim), (bits, bits), "isoquant", dtype, heads, pieces)
+
+
+@pytest.mark.parametrize("dims, bits, kind, dtype, plain", codec_checks.APART)
+def test_encode_of_unlike_keys_and_values(dims, bits, kind, dtype, plain):
+    codec_checks.check_encode_kv(ops, DEVICE, dims, bits, kind, dtype, plain=plain)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
@@ -137,30 +150,15 @@ def test_merge(dtype):
     codec_checks.check_merge(ops, DEVICE, dtype)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "encode_kv"))
 def test_opcheck(name):
     for _, arguments in (call for call in calls() if call[0] == name):
         torch.library.opcheck(getattr(ops, name), tuple(moved(arguments, DEVICE)))
 
 
-def visible_outputs(name, arguments):
-    """What an operator has written: of a store the codes and scales of the 33 tokens of ``calls``."""
-    if name != "encode":
-        return [x.clone() for x in outputs_of(name, arguments)]
-    along_tokens, dim, store = arguments[8], arguments[0].shape[-1], outputs_of(name, arguments)
-    return [codec_checks.codes(store, along_tokens, dim)[:, :, :33], store[2][:, :, :33].clone()]
-
-
-def outputs_of(name, arguments):
-    return arguments[-{"encode": 3, "attend": 2, "merge": 2}.get(name, 1) :]
-
-
 def poison(x):
     """Bits that are NaN in floats."""
     x.view(torch.int16 if x.element_size() == 2 else torch.int32).fill_(-1)
-
-
-CALLS = range(len(list(calls())))
 
 
 def call_on_device(index):
@@ -278,11 +276,12 @@ def test_a_tensor_on_another_device_is_named(message, name):
 
 
 @native_only
-def test_encode_behind_the_store_is_refused():
-    name, operator, arguments = call_on_device(1)
-    arguments[9] = 1000
+@pytest.mark.parametrize("index, start, store", [(1, 9, "store"), (3, 6, "key")])
+def test_encode_behind_the_store_is_refused(index, start, store):
+    name, operator, arguments = call_on_device(index)
+    arguments[start] = 1000
     before = visible_outputs(name, arguments)
-    with pytest.raises(RuntimeError, match="store.scale must have a capacity of at least 1033"):
+    with pytest.raises(RuntimeError, match=f"{store}.scale must have a capacity of at least 1033"):
         operator(*arguments)
     for ours, theirs in zip(visible_outputs(name, arguments), before):
         assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1))

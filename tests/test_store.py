@@ -6,10 +6,11 @@ import copy
 import pytest
 import torch
 
+from torch_kvq import ops
 from torch_kvq.codecs.isoquant import IsoQuantConfig
 from torch_kvq.layout import PACKED_FIELDS
 from torch_kvq.ops import reference
-from torch_kvq.store import ExactStore, PackedStore, grown
+from torch_kvq.store import ExactStore, PackedStore, append_kv, grown
 
 CPU = torch.device("cpu")
 DIM = 20
@@ -53,6 +54,34 @@ def test_many_ragged_pieces_are_one(along_tokens, capacity):
     assert_same(parts, whole)
     relative = (whole.decode(0, whole.length, torch.float32) - x).square().sum() / x.square().sum()
     assert relative < 0.1
+
+
+def test_keys_and_values_are_appended_at_once(monkeypatch):
+    calls, encode_kv = [], ops.encode_kv
+    monkeypatch.setattr(ops, "encode_kv", lambda *args: calls.append(args) or encode_kv(*args))
+    keys, values = vectors(sum(PIECES)), vectors(sum(PIECES))
+    apart, at_once = ([make_store(along_tokens) for along_tokens in (False, True)] for _ in range(2))
+    for pair in zip(keys.split(PIECES, 2), values.split(PIECES, 2)):
+        append_kv(*at_once, *pair)
+        for store, x in zip(apart, pair):
+            store.append(x)
+    assert len(calls) == len(PIECES)
+    for ours, theirs in zip(at_once, apart):
+        assert_same(ours, theirs)
+
+
+def test_other_stores_are_appended_to_one_after_the_other(monkeypatch):
+    """Both packed along D, as latents are, the other way round, or of different lengths."""
+    monkeypatch.setattr(ops, "encode_kv", None)
+    x, y = vectors(40), vectors(40)
+    for ways, first in (((False, False), 0), ((True, False), 0), ((False, True), 7)):
+        stores, wanted = ([make_store(along_tokens) for along_tokens in ways] for _ in range(2))
+        for pair in (stores, wanted):
+            pair[1].append(y[:, :, :first])
+        append_kv(*stores, x, y)
+        for store, theirs, each in zip(stores, wanted, (x, y)):
+            theirs.append(each)
+            assert_same(store, theirs)
 
 
 @both_kinds

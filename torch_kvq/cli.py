@@ -14,7 +14,7 @@ import transformers
 from . import backends
 from .caches.isoquant import IsoQuantCache
 from .codecs.isoquant import IsoQuantConfig
-from .layout import num_words
+from .layout import BLOCK_LEN, num_words
 from .ops import fused, reference, sparse_reference
 from .store import PackedStore
 
@@ -39,6 +39,16 @@ def _codec_rows(stores: list[PackedStore], vectors: list[torch.Tensor]) -> Itera
         expected = reference.decoded([*wanted, *tensors[3:]], store.along_tokens, 0, store.length, x.shape[-1])
         yield f"encode, {what}", _error(decoded, expected)
         yield f"decode, {what}", _error(store.decode(0, store.length, torch.float32).cpu(), decoded)
+
+
+def _joint_codec_row(stores: list[PackedStore], vectors: list[torch.Tensor]) -> tuple[str, float]:
+    whole, packed = stores[0].length // BLOCK_LEN * BLOCK_LEN, [store.tensors() for store in stores]  # blocks that are full
+    x, rules = (each[:, :, :whole] for each in vectors), (store.config.rule for store in stores)
+    outs = []
+    for tensors in packed:
+        capacity = tensors[2].shape[2]
+        outs += [part[:, :, : part.shape[2] * whole // capacity].clone() for part in tensors[:3]]
+    return "encode_kv", max(_errors("encode_kv", (*x, *(tensors[3:] for tensors in packed), *rules, 0), outs))
 
 
 def _against_reference(name: str, arguments: tuple, *shapes: tuple[int, ...]) -> float:
@@ -106,6 +116,7 @@ def selftest_rows(device: str) -> Iterator[tuple[str, float]]:
         store.append(x)
     yield "rotate", _against_reference("rotate", (query, *stores[0].tensors()[6:], False), query.shape)
     yield from _codec_rows(stores, [keys, values])
+    yield _joint_codec_row(stores, [keys, values])
     exact, (packed_keys, packed_values) = keys[:, :, :20].contiguous(), (store.tensors() for store in stores)
     length, lse = stores[0].length, query.shape[:3]
     for dtype, tokens in ((torch.float32, length), (torch.float32, _SHORT), (torch.bfloat16, length)):

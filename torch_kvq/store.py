@@ -169,6 +169,24 @@ class PackedStore(TokenBuffers):
         return out
 
 
+def append_kv(keys_store: TokenBuffers, values_store: TokenBuffers, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Stores ``keys [B, H, N, D]`` and ``values [B, H, N, Dv]`` behind the last token: at once, as a GPU does faster, if both
+    stores are packed as attention reads them, else one after the other."""
+    stores = keys_store, values_store
+    ways = [isinstance(store, PackedStore) and store.along_tokens for store in stores]
+    if not isinstance(keys_store, PackedStore) or ways != [False, True] or keys_store.length != values_store.length:
+        keys_store.append(keys)
+        values_store.append(values)
+        return
+    for store, x in zip(stores, (keys, values)):
+        store.reserve(store.length + x.shape[2])
+    packed_keys, packed_values = (store.tensors() for store in stores)
+    codecs, rules = (packed_keys[3:], packed_values[3:]), [store.config.rule for store in stores]
+    ops.encode_kv(keys, values, *codecs, *rules, keys_store.length, *packed_keys[:3], *packed_values[:3])
+    for store, x in zip(stores, (keys, values)):
+        store.length += x.shape[2]
+
+
 def _room_for(tokens: int, room: int) -> int:
     """Capacity for ``tokens`` exact ones: at most double until ``room``, the end of a window, is reached."""
     if tokens > 2 * room:
@@ -185,6 +203,16 @@ def _buffers(keys: torch.Tensor, values: torch.Tensor, capacity: int) -> tuple[t
     with torch.inference_mode(False):
         both = torch.empty((2 * batch, *rest), dtype=keys.dtype, device=keys.device)
         return both[:batch], both[batch:], both
+
+
+def _in_large_elements(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Views of tensors of one dtype whose elements are of 8 bytes if the rows of all allow that: a thread of a GPU moves one
+    element, whatever its size."""
+    by = torch.int64.itemsize // tensors[0].itemsize
+    places = [n for x in tensors for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])]
+    if by < 2 or any(x.stride(-1) != 1 for x in tensors) or any(n % by for n in places):
+        return list(tensors)
+    return [x.view(torch.int64) for x in tensors]
 
 
 class ExactStore:
@@ -261,6 +289,7 @@ class ExactStore:
         old, new = (self.key_buffer, self.value_buffer), _buffers(self.key_buffer, self.value_buffer, max(capacity, kept))
         at_once = self._both is not None and new[2] is not None
         for source, place in [(self._both, new[2])] if at_once else zip(old, new):
+            source, place = _in_large_elements(source, place)
             torch.cat((source[:, :, :start], source[:, :, stop : self.length]), 2, out=place[:, :, :kept])  # one kernel
         self.hold(*new)
         self.length, self._owned = kept, True

@@ -39,16 +39,38 @@ Coding coding_of(const char *x_name, const Tensor &x, const char *store_name, co
   return c;
 }
 
+// Those of encode, whose errors call the store and the rule so.
+Coding encoding_of(const char *x_name, const Tensor &x, const char *store_name, const Tensors &packed,
+                   const char *rule_name, int64_t rule, bool along_tokens, int64_t start) {
+  KVQ_CHECK(rule >= 0 && rule < NUM_SCALE_RULES, rule_name, "be an index of SCALE_RULES", rule);
+  Coding c = coding_of(x_name, x, store_name, packed, along_tokens, start);
+  c.rule = (int)rule;
+  return c;
+}
+
+// The nine tensors of a store from levels, centre, balance, signs, blocks and matrix.
+Tensors packed_of(const char *name, const Tensors &codec, const Tensor &sign, const Tensor &mag, const Tensor &scale) {
+  KVQ_CHECK(codec.size() == NUM_PACKED_FIELDS - 3, name, "be six tensors", codec.size());
+  return {sign, mag, scale, codec[0], codec[1], codec[2], codec[3], codec[4], codec[5]};
+}
+
 }  // namespace
 
 Coding encode_problem(const Tensor &x, const Tensor &levels, const Tensor &centre, const Tensor &balance,
                       const Tensor &signs, const Tensor &blocks, const Tensor &matrix, int64_t rule, bool along_tokens,
                       int64_t start, const Tensor &sign, const Tensor &mag, const Tensor &scale) {
-  KVQ_CHECK(rule >= 0 && rule < NUM_SCALE_RULES, "rule", "be an index of SCALE_RULES", rule);
-  Coding c = coding_of("x", x, "store", {sign, mag, scale, levels, centre, balance, signs, blocks, matrix},
-                       along_tokens, start);
-  c.rule = (int)rule;
-  return c;
+  return encoding_of("x", x, "store", {sign, mag, scale, levels, centre, balance, signs, blocks, matrix}, "rule", rule,
+                     along_tokens, start);
+}
+
+Codings encode_kv_problem(const Tensor &keys, const Tensor &values, const Tensors &key_codec,
+                          const Tensors &value_codec, int64_t key_rule, int64_t value_rule, int64_t start,
+                          const Tensor &key_sign, const Tensor &key_mag, const Tensor &key_scale,
+                          const Tensor &value_sign, const Tensor &value_mag, const Tensor &value_scale) {
+  Tensors packed_keys = packed_of("key_codec", key_codec, key_sign, key_mag, key_scale);
+  Tensors packed_values = packed_of("value_codec", value_codec, value_sign, value_mag, value_scale);
+  return {encoding_of("keys", keys, "key", packed_keys, "key_rule", key_rule, false, start),
+          encoding_of("values", values, "value", packed_values, "value_rule", value_rule, true, start)};
 }
 
 Coding decode_problem(const Tensors &packed, bool along_tokens, int64_t start, const Tensor &out) {

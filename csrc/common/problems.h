@@ -15,6 +15,13 @@ Vectors rotate_problem(const Tensor &x, const Tensor &signs, const Tensor &block
 Coding encode_problem(const Tensor &x, const Tensor &levels, const Tensor &centre, const Tensor &balance,
                       const Tensor &signs, const Tensor &blocks, const Tensor &matrix, int64_t rule, bool along_tokens,
                       int64_t start, const Tensor &sign, const Tensor &mag, const Tensor &scale);
+struct Codings {
+  Coding keys, values;
+};
+Codings encode_kv_problem(const Tensor &keys, const Tensor &values, const Tensors &key_codec,
+                          const Tensors &value_codec, int64_t key_rule, int64_t value_rule, int64_t start,
+                          const Tensor &key_sign, const Tensor &key_mag, const Tensor &key_scale,
+                          const Tensor &value_sign, const Tensor &value_mag, const Tensor &value_scale);
 Coding decode_problem(const Tensors &packed, bool along_tokens, int64_t start, const Tensor &out);
 
 Attention attend_problem(const Tensor &q, const Tensors &keys, const Tensors &values, const Tensor &exact_keys,

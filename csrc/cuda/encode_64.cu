@@ -3,8 +3,8 @@
 namespace kvq {
 namespace cuda {
 
-void launch_encode_64(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
-  halves::launch<64>(c, num_multiprocessors, stream);
+void launch_encode_64(const Coding *keys, const Coding *values, int num_multiprocessors, cudaStream_t stream) {
+  halves::launch<64>(keys, values, num_multiprocessors, stream);
 }
 
 }  // namespace cuda

@@ -1,5 +1,7 @@
-// The kernel of encode by tensor cores, and where it writes.
+// The kernel of encode by tensor cores, of keys, of values or of both, and where it writes.
 #pragma once
+
+#include <algorithm>
 
 #include "encode_tile.cuh"
 #include "launch.h"
@@ -13,6 +15,7 @@ namespace halves {
 // encodes 16 tokens of its block.
 constexpr int PAIRS = WARPS / 2;
 struct Plan {
+  int ctas;                          // of all heads
   int ctas_per_head, share, longer;  // of a head; blocks of each, and how many of them have one more
 };
 
@@ -70,7 +73,8 @@ __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, 
   int g = lane_id() / 4, c = lane_id() % 4;
 #pragma unroll
   for (int p = 0; p < BITS; p++) {
-    uint32_t *plane = (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
+    uint32_t *plane =
+        (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
 #pragma unroll
     for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++) {
       uint2 first = words[p][group][pair][0][lane_id()], last = words[p][group][pair][1][lane_id()];
@@ -110,27 +114,27 @@ __device__ __forceinline__ void encode_part(const Head<DIM, BITS, VALUES> &head,
 
 template <int DIM>
 constexpr int CTAS = DIM == 256 ? 2 : 4;  // of a multiprocessor
+template <int DIM>
+constexpr int KEY_COST = DIM == 128 ? 9 : 8;  // of a block of a pair, as measured, where values take VALUE_COST
+constexpr int VALUE_COST = 8;
 
-// Tokens that are not there cost time but are neither read nor written.
+// What one block of threads does of all that `c` asks for. Tokens that are not there cost time but are neither read nor
+// written.
 template <int DIM, int BITS, bool VALUES>
-__global__ void __launch_bounds__(THREADS, CTAS<DIM>)
-    encode(const __grid_constant__ Coding c, const __grid_constant__ Plan plan) {
-  extern __shared__ uint4 memory[];
+__device__ __forceinline__ void encode_share(const Coding &c, const Plan &plan, uint32_t number, uint4 *memory) {
   Shared<DIM, BITS, VALUES> &shared = *(Shared<DIM, BITS, VALUES> *)memory;
   Head<DIM, BITS, VALUES> &head = shared.head;
   auto *words = (Words<DIM, BITS> *)shared.words;
-  uint32_t index = blockIdx.x / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
+  uint32_t index = number / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
   uint32_t of_batch = index % heads;
   int start = (int)c.start, stop = (int)(c.start + c.tokens), pair = warp_id() / 2, half = warp_id() % 2;
-  int cta = (int)(blockIdx.x % plan.ctas_per_head), more = cta < plan.longer ? cta : plan.longer;
+  int cta = (int)(number % plan.ctas_per_head), more = cta < plan.longer ? cta : plan.longer;
   int block = start / BLOCK_LEN + cta * plan.share + more + pair, end = block - pair + plan.share + (cta < plan.longer);
   auto part_of = [&](int block, uint32_t valid) {
     return Part{block * BLOCK_LEN + half * PART_LEN, valid >> half * PART_LEN & 0xffff};
   };
   uint32_t valid = block < end ? valid_tokens(block, start, stop) : 0;
   Part part = part_of(block, valid);
-  wait_for_kernels_ahead();
-  if (plan.share <= PAIRS) let_next_kernel_begin();
   Parameters<DIM, BITS, VALUES> parameters;
   parameters.load(c, batch, of_batch);
   copy_rows<DIM>(row_at(c.x, batch, of_batch, 0), (int)(2 * c.x.stride[2]), part.first - start, part.valid,
@@ -161,41 +165,67 @@ __global__ void __launch_bounds__(THREADS, CTAS<DIM>)
   }
 }
 
-// One or a few rounds of as many blocks of threads as there is room for, what ends first.
-inline Plan plan_of(const Coding &c, int64_t resident_warps) {
-  constexpr int64_t FILL = 1, MOST_ROUNDS = 4, UNIT = 64;  // FILL: of a head's parameters, in blocks of a pair
-  int64_t heads = c.batch * c.heads, resident = resident_warps / WARPS, most = ceil_div(c.blocks, PAIRS);
-  int64_t best = INT64_MAX;
-  Plan plan{};
-  for (int64_t rounds = 1; rounds <= MOST_ROUNDS; rounds++) {
-    int64_t fit = rounds * resident / heads, ctas = fit < 1 ? 1 : fit < most ? fit : most;
-    int64_t time = ceil_div(heads * ctas, resident) * (ceil_div(UNIT * c.blocks, ctas * PAIRS) + UNIT * FILL);
-    if (time < best) best = time, plan = {(int)ctas, (int)(c.blocks / ctas), (int)(c.blocks % ctas)};
-  }
-  return plan;
+// Keys and values in one launch, so that a multiprocessor has warps of both, and there is one ramp and one tail.
+template <int DIM, int BITS>
+__global__ void __launch_bounds__(THREADS, CTAS<DIM>)
+    encode(const __grid_constant__ Coding keys, const __grid_constant__ Plan key_plan,
+           const __grid_constant__ Coding values, const __grid_constant__ Plan value_plan) {
+  extern __shared__ uint4 memory[];
+  wait_for_kernels_ahead();
+  if (key_plan.share <= PAIRS && value_plan.share <= PAIRS) let_next_kernel_begin();
+  if (blockIdx.x < key_plan.ctas)
+    encode_share<DIM, BITS, false>(keys, key_plan, blockIdx.x, memory);
+  else
+    encode_share<DIM, BITS, true>(values, value_plan, blockIdx.x - key_plan.ctas, memory);
 }
 
-template <int DIM, int BITS, bool VALUES>
-void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared<DIM, BITS, VALUES>);
-  Plan plan = plan_of(c, CTAS<DIM> * WARPS * num_multiprocessors);
-  unsigned ctas = (unsigned)(c.batch * c.heads * plan.ctas_per_head);
-  launch_behind(encode<DIM, BITS, VALUES>, dim3(ctas), THREADS, bytes, stream, c, plan);
+// Of a coding that may be absent.
+inline int64_t heads_of(const Coding *c) { return c ? c->batch * c->heads : 0; }
+inline Plan plan_of(const Coding *c, int64_t fit) {
+  if (!c) return {};
+  int64_t most = ceil_div(c->blocks, PAIRS), ctas = fit < 1 ? 1 : fit < most ? fit : most;
+  return {(int)(heads_of(c) * ctas), (int)ctas, (int)(c->blocks / ctas), (int)(c->blocks % ctas)};
+}
+
+// One or a few rounds of as many blocks of threads as there is room for, what ends first. Heads of keys and of values
+// get what they take of it.
+template <int DIM>
+void make_plans(const Coding *keys, const Coding *values, int64_t resident, Plan (&best)[2]) {
+  constexpr int64_t COST[2] = {KEY_COST<DIM>, VALUE_COST};
+  constexpr int64_t FILL = VALUE_COST, MOST_ROUNDS = 4, UNIT = 64;  // FILL: of a head's parameters
+  const Coding *of[2] = {keys, values};
+  int64_t least = INT64_MAX, all = COST[0] * heads_of(keys) + COST[1] * heads_of(values);
+  for (int64_t rounds = 1; rounds <= MOST_ROUNDS; rounds++) {
+    int64_t left = rounds * resident, longest = 0;
+    Plan plans[2] = {};
+    for (int i = 1; i >= 0; i--) {
+      if (!of[i]) continue;
+      plans[i] = plan_of(of[i], i == 0 ? left / heads_of(keys) : COST[1] * rounds * resident / all);
+      left -= plans[i].ctas;
+      int64_t turns = ceil_div(UNIT * of[i]->blocks, plans[i].ctas_per_head * PAIRS);
+      longest = std::max<int64_t>(longest, COST[i] * turns);
+    }
+    int64_t time = ceil_div(plans[0].ctas + plans[1].ctas, resident) * (longest + UNIT * FILL);
+    if (time < least) least = time, best[0] = plans[0], best[1] = plans[1];
+  }
 }
 
 template <int DIM, int BITS>
-void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
-  if (c.along_tokens)
-    launch<DIM, BITS, true>(c, num_multiprocessors, stream);
-  else
-    launch<DIM, BITS, false>(c, num_multiprocessors, stream);
+void launch(const Coding *keys, const Coding *values, int num_multiprocessors, cudaStream_t stream) {
+  constexpr int KEY_BYTES = sizeof(Shared<DIM, BITS, false>), VALUE_BYTES = sizeof(Shared<DIM, BITS, true>);
+  int bytes = std::max(keys ? KEY_BYTES : 0, values ? VALUE_BYTES : 0);
+  Plan plans[2];
+  make_plans<DIM>(keys, values, CTAS<DIM> * num_multiprocessors, plans);
+  launch_behind(encode<DIM, BITS>, dim3((unsigned)(plans[0].ctas + plans[1].ctas)), THREADS, bytes, stream,
+                keys ? *keys : Coding{}, plans[0], values ? *values : Coding{}, plans[1]);
 }
 
 template <int DIM>
-void launch(const Coding &c, int num_multiprocessors, cudaStream_t stream) {
-  if (c.store.bits == 2) launch<DIM, 2>(c, num_multiprocessors, stream);
-  if (c.store.bits == 3) launch<DIM, 3>(c, num_multiprocessors, stream);
-  if (c.store.bits == 4) launch<DIM, 4>(c, num_multiprocessors, stream);
+void launch(const Coding *keys, const Coding *values, int num_multiprocessors, cudaStream_t stream) {
+  int bits = (keys ? keys : values)->store.bits;
+  if (bits == 2) launch<DIM, 2>(keys, values, num_multiprocessors, stream);
+  if (bits == 3) launch<DIM, 3>(keys, values, num_multiprocessors, stream);
+  if (bits == 4) launch<DIM, 4>(keys, values, num_multiprocessors, stream);
 }
 
 }  // namespace halves

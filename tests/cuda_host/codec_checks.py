@@ -7,6 +7,7 @@ from op_cases import check_fences, encode, make_store, relative_error
 
 from torch_kvq.codecs.rotation import make_rotation
 from torch_kvq.ops import reference
+from torch_kvq.ops.schemas import SCALE_RULES
 
 TOLERANCE = 1e-5
 CODES_TOLERANCE = 1e-4  # share of coordinates that may get the code next to the reference's
@@ -14,6 +15,17 @@ HALF_CODES_TOLERANCE = 2e-3  # the same of kernels that round coordinates to flo
 EDGE_TOLERANCE = 2**-8  # root mean squares of a vector between a coordinate and the edge of its code, if that differs
 RAGGED = ((0, 1), (1, 33), (33, 64), (64, 64), (64, 101))  # pieces that begin and end inside words
 BLOCKS = ((0, 16), (16, 32), (32, 48))
+TURNS = ((0, 5), (5, 730), (730, 763))  # of which warps take several in turn, where there is room for few
+
+# Keys and values that CUDA kernels encode one after the other: head dims, bits, rotation, dtype, values without statistics.
+APART = [
+    ((128, 64), (3, 3), "isoquant", torch.bfloat16, True),
+    ((128, 128), (3, 2), "isoquant", torch.bfloat16, True),
+    ((128, 128), (3, 3), "hadamard2", torch.float16, True),
+    ((64, 64), (3, 3), "isoquant", torch.bfloat16, False),
+    ((64, 64), (3, 3), "isoquant", torch.float32, True),
+    ((80, 12), (4, 3), "isoquant", torch.bfloat16, True),
+]
 
 # (head dim, rotation): those with kernels on tensor cores for 16-bit vectors, then others.
 CODECS = [
@@ -117,6 +129,28 @@ def check_encode(ops, device, dim, kind, bits, along_tokens, rule, dtype, plain=
     if agree.numel() > 1e6:  # enough for codes at edges to be as good on average
         losses = [(reference.decoded(s, along_tokens, 0, tokens, dim).double() - x).square().sum() for s in (ours, theirs)]
         assert losses[0] / losses[1] - 1 <= 2e-4
+
+
+def check_encode_kv(ops, device, dims, bits, kind, dtype, heads=3, pieces=RAGGED, rules=("unbiased", "mse"), plain=True):
+    """Keys and values at once are what they are one after the other, bit for bit, and nothing else is written."""
+    generator = torch.Generator().manual_seed(sum(dims))
+    kv = [torch.randn(2, heads, pieces[-1][1], dim, generator=generator).to(dtype) for dim in dims]
+    apart, at_once = [], []
+    for x, each, along_tokens in zip(kv, bits, (False, True)):
+        learnt = not (plain and along_tokens)
+        store = make_store(x, each, along_tokens, kind=kind, centre=learnt, balance=learnt, fill=False)
+        apart.append(moved(store, device))
+        at_once.append(moved([part.clone() for part in store], device))
+    rules = [SCALE_RULES.index(rule) for rule in rules]
+    for first, last in pieces:
+        new = moved([x[:, :, first:last] for x in kv], device)
+        for x, store, rule, along_tokens in zip(new, apart, rules, (False, True)):
+            ops.encode(x, *store[3:], rule, along_tokens, first, *store[:3])
+        ops.encode_kv(*new, *(store[3:] for store in at_once), *rules, first, *at_once[0][:3], *at_once[1][:3])
+    for ours, theirs in zip(at_once, apart):
+        for x, y in zip(ours[:3], theirs[:3]):
+            bits_of = torch.int16 if x.element_size() == 2 else torch.int32
+            assert torch.equal(x.view(bits_of).cpu(), y.view(bits_of).cpu())
 
 
 def check_encode_beside_a_large_centre(ops, device, dim, dtype):

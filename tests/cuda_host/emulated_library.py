@@ -2,9 +2,9 @@
 
 Sources are copied to a build folder with six changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
 __shared__`` arrays point into its memory, ops are registered for the CPU, scratch is limited to 512 KB, so that small
-problems are done in parts too, ``encode`` fills one multiprocessor only, so that its warps have several blocks, and the kernels
-of attend for few rows answer only where ``KVQ_EMULATE_FEW_ROWS`` is set, else the tiles. A header that lies next to this file
-takes the place of the one of the same name in ``csrc/cuda``.
+problems are done in parts too, ``encode`` has room for eight blocks of threads only, so that its warps have several blocks of
+tokens, and the kernels of attend for few rows answer only where ``KVQ_EMULATE_FEW_ROWS`` is set, else the tiles. A header
+that lies next to this file takes the place of the one of the same name in ``csrc/cuda``.
 """
 
 import fcntl
@@ -58,7 +58,7 @@ def translated(text: str) -> str:
     text = _SHARED.sub(r"\1 *\2 = (\1 *)emulated::block.shared;", text)
     text = text.replace("SCRATCH_BYTES = 512 << 20", "SCRATCH_BYTES = 512 << 10")
     text = text.replace(FEW_ROWS, FEW_ROWS + '\n  if (!getenv("KVQ_EMULATE_FEW_ROWS")) return false;')
-    text = text.replace("* WARPS * num_multiprocessors", "* WARPS")
+    text = text.replace("CTAS<DIM> * num_multiprocessors", "8")
     return text.replace("STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m)", f"STABLE_TORCH_LIBRARY_IMPL({NAMESPACE}, CPU, m)")
 
 

@@ -122,6 +122,25 @@ def test_encode_by_every_scale_rule(ops, dim, along_tokens, bits):
 
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
+def test_encode_in_turns(ops, dim, along_tokens):
+    args = (dim, "isoquant", 3, along_tokens, "unbiased", torch.bfloat16, True, codec_checks.TURNS)
+    codec_checks.check_encode(ops, "cpu", *args)
+
+
+@pytest.mark.parametrize("heads, pieces", [(3, codec_checks.RAGGED), (1, codec_checks.TURNS), (8, codec_checks.BLOCKS)])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_encode_of_keys_and_values_at_once(ops, dim, bits, heads, pieces):
+    codec_checks.check_encode_kv(ops, "cpu", (dim, dim), (bits, bits), "isoquant", torch.bfloat16, heads, pieces)
+
+
+@pytest.mark.parametrize("dims, bits, kind, dtype, plain", codec_checks.APART)
+def test_encode_of_unlike_keys_and_values(ops, dims, bits, kind, dtype, plain):
+    codec_checks.check_encode_kv(ops, "cpu", dims, bits, kind, dtype, plain=plain)
+
+
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_encode_of_any_magnitude(ops, dim, along_tokens):
     codec_checks.check_encode_of_any_magnitude(ops, "cpu", dim, along_tokens, torch.bfloat16)
 

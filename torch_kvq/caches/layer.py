@@ -14,7 +14,7 @@ from ..attention.handle import KVHandle
 from ..attention.order import TokenOrder, leading_padding, sinks_first
 from ..attention.pieces import HIDDEN, Pieces
 from ..codecs.statistics import QueryMoments
-from ..store import ExactStore, TokenBuffers, empty
+from ..store import ExactStore, TokenBuffers, append_kv, empty
 from .checks import check_states
 from .settings import LayerSettings
 from .stats import CacheStats
@@ -239,9 +239,8 @@ class CompressedLayer(CacheLayerMixin):
         stores = self.keys_store, self.values_store
         lengths = [store.length for store in stores]
         try:
-            for store, x in zip(stores, (keys, values)):
-                store.append(x[:, :, sinks:stop])
-            del keys, values, x
+            append_kv(*stores, keys[:, :, sinks:stop], values[:, :, sinks:stop])
+            del keys, values
             self.exact.drop(sinks, stop, self.settings.exact_len)
         except BaseException:  # no memory, or interrupted: the tokens stay exact, and this can be tried again
             for store, length in zip(stores, lengths):

@@ -43,6 +43,7 @@ top_p_select = torch.ops.torch_kvq.top_p_select.default
 qk_selected = torch.ops.torch_kvq.qk_selected.default
 attend_selected = torch.ops.torch_kvq.attend_selected.default
 gather_selected = torch.ops.torch_kvq.gather_selected.default
+encode_kv = torch.ops.torch_kvq.encode_kv.default
 sign_top_p_select = torch.ops.torch_kvq.sign_top_p_select.default
 merge_selected = torch.ops.torch_kvq.merge_selected.default
 

@@ -11,7 +11,18 @@ from .schemas import NAMESPACE
 
 _ops = getattr(torch.ops, NAMESPACE)
 
-PARTS = {"sign_top_p_select": ("sign_scores", "top_p_select"), "merge_selected": ("attend_selected", "merge")}
+PARTS = {
+    "encode_kv": ("encode",),
+    "sign_top_p_select": ("sign_scores", "top_p_select"),
+    "merge_selected": ("attend_selected", "merge"),
+}
+
+
+def encode_kv(keys, values, key_codec, value_codec, key_rule, value_rule, start, *planes, parts=_ops) -> None:
+    """``parts`` has the other operators by name. ``planes``: sign, mag and scale of the keys, then of the values."""
+    problems.encode_kv(keys, values, key_codec, value_codec, key_rule, value_rule, start, *planes)
+    parts.encode(keys, *key_codec, key_rule, False, start, *planes[:3])
+    parts.encode(values, *value_codec, value_rule, True, start, *planes[3:])
 
 
 def sign_top_p_select(

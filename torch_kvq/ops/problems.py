@@ -82,14 +82,29 @@ def rotate(x, signs, blocks, matrix, inverse, out) -> Rotation:
     return rotation_of("", (signs, blocks, matrix), x.shape[-1], x.device)
 
 
-def encode(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag, scale) -> Store:
-    require(x.dim() == 4, "x", "have 4 dims", x)
-    require_dense("x", x, tuple(x.shape), x.device)
+def _encoded(name, x, prefix, packed, rule, along_tokens, start, device) -> Store:
+    """Vectors, and the store that they go to, whose parts have names with ``prefix``."""
+    require(x.dim() == 4, name, "have 4 dims", x)
+    require_dense(name, x, tuple(x.shape), device)
     batch, heads, tokens, dim = x.shape
     require(start >= 0, "start", "be at least 0", start)
-    require(0 <= rule < len(SCALE_RULES), "rule", f"be from 0 to {len(SCALE_RULES) - 1}", rule)
+    require(0 <= rule < len(SCALE_RULES), f"{prefix}rule", f"be from 0 to {len(SCALE_RULES) - 1}", rule)
+    return store_of(prefix, packed, along_tokens, (batch, heads, start + tokens, dim), device)
+
+
+def encode(x, levels, centre, balance, signs, blocks, matrix, rule, along_tokens, start, sign, mag, scale) -> Store:
     packed = [sign, mag, scale, levels, centre, balance, signs, blocks, matrix]
-    return store_of("", packed, along_tokens, (batch, heads, start + tokens, dim), x.device)
+    return _encoded("x", x, "", packed, rule, along_tokens, start, x.device)
+
+
+def encode_kv(keys, values, key_codec, value_codec, key_rule, value_rule, start, *planes) -> tuple[Store, Store]:
+    for name, codec in (("key_codec", key_codec), ("value_codec", value_codec)):
+        require(len(codec) == 6, name, "be six tensors", len(codec))
+    packed = [*planes[:3], *key_codec], [*planes[3:], *value_codec]
+    return (
+        _encoded("keys", keys, "key_", packed[0], key_rule, False, start, keys.device),
+        _encoded("values", values, "value_", packed[1], value_rule, True, start, keys.device),
+    )
 
 
 def decode(packed, along_tokens, start, out) -> Store:

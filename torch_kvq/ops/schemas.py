@@ -81,6 +81,11 @@ SPARSE_SCHEMAS = (
 
 # Several operators one after another, for devices that do it faster in one; elsewhere those operators are called (fused.py).
 FUSED_SCHEMAS = (
+    # encode of keys [B, H, N, D], packed along D, and of values [B, H, N, Dv], packed along T. codec: levels, centre, balance,
+    # signs, blocks, matrix.
+    "encode_kv(Tensor keys, Tensor values, Tensor[] key_codec, Tensor[] value_codec, int key_rule, int value_rule, int start,"
+    " Tensor(a!) key_sign, Tensor(b!) key_mag, Tensor(c!) key_scale, Tensor(d!) value_sign, Tensor(e!) value_mag,"
+    " Tensor(f!) value_scale) -> ()",
     # sign_scores, then top_p_select of these without a mask. scores [B, Hq, M, N]: room for the scores, which are of its dtype;
     # what it holds afterwards is not defined, as scores may never leave the kernel.
     "sign_top_p_select(Tensor planes, Tensor terms, Tensor sign, Tensor factor, Tensor bias, int head_dim, float scale,"
