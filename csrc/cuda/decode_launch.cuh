@@ -14,7 +14,7 @@ namespace cuda {
 constexpr int EXACT_PARTS = 16;      // at most, where they have CTAs of their own
 constexpr int SHORT_TILES = WARPS;   // at most, of a CTA whose warps work on them together
 constexpr int FEW_TILES = 2;         // with room for no more, more such CTAs run at the same time
-constexpr int SMALL_HEADS = 8;       // at most, that small_kernel was faster for
+constexpr int SMALL_HEADS = 32;      // at most, that small_kernel was faster for
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
 
 template <class T, class S>

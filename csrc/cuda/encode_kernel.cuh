@@ -64,32 +64,41 @@ __device__ __forceinline__ uint32_t exchange(uint32_t own) {
 }
 
 // Values: 32 x 32 bits are transposed, bytes in registers and their bits between lanes, so that lane 4g + c has the
-// words of coordinates 32 c + 8 r + g, r = 2 half and the next. Bits of tokens in `kept` stay.
-template <bool KEEPS, int DIM, int BITS>
+// words of coordinates 32 c + 8 r + g, r = 2 half and the next. Bits of tokens in `kept` stay. All lanes exchange bits
+// before any of them leaves.
+template <int DIM, int BITS>
 __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, int block,
                                              const Words<DIM, BITS> &words, int pair, int half, uint32_t valid,
                                              uint32_t kept) {
-  uint32_t bytes = half ? 0x7362 : 0x5140;
-  int g = lane_id() / 4, c = lane_id() % 4;
+  constexpr int GROUPS = Sums<DIM, BITS>::GROUPS;
+  uint32_t bytes = half ? 0x7362 : 0x5140, word[BITS][GROUPS][2], *to[BITS];
+  int lane = lane_id(), g = lane / 4, c = lane % 4;
 #pragma unroll
-  for (int p = 0; p < BITS; p++) {
-    uint32_t *plane =
-        (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
+  for (int p = 0; p < BITS; p++)
 #pragma unroll
-    for (int group = 0; group < Sums<DIM, BITS>::GROUPS; group++) {
-      uint2 first = words[p][group][pair][0][lane_id()], last = words[p][group][pair][1][lane_id()];
+    for (int group = 0; group < GROUPS; group++) {
+      uint2 first = words[p][group][pair][0][lane], last = words[p][group][pair][1][lane];
       uint32_t low = permute_bytes(first.x, first.y, bytes), high = permute_bytes(last.x, last.y, bytes);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        uint32_t word = permute_bytes(low, high, r ? 0x7632 : 0x5410);
-        word = exchange<4>(exchange<2>(exchange<1>(word))) & valid;
-        uint32_t *to = plane + 128 * group + 8 * r;
-        if (c >= DIM / 32) continue;
-        if (KEEPS) word |= *to & kept;
-        *to = word;
+        uint32_t both = permute_bytes(low, high, r ? 0x7632 : 0x5410);
+        word[p][group][r] = exchange<4>(exchange<2>(exchange<1>(both))) & valid;
       }
     }
-  }
+  if (!valid || c >= DIM / 32) return;
+  auto each = [&](auto use) {
+#pragma unroll
+    for (int p = 0; p < BITS; p++)
+#pragma unroll
+      for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) use(word[p][group][r], to[p] + 128 * group + 8 * r);
+  };
+#pragma unroll
+  for (int p = 0; p < BITS; p++)
+    to[p] = (uint32_t *)(head.planes[p] + (uint64_t)(uint32_t)block * head.strides[p]) + 32 * c + 16 * half + g;
+  if (kept) each([&](uint32_t &x, const uint32_t *from) { x |= *from & kept; });
+  each([](uint32_t x, uint32_t *at) { *at = x; });
 }
 
 // 16 tokens of a head, from token `first` of the store on, of which those in `valid` are to be written, one bit each.
@@ -114,8 +123,9 @@ __device__ __forceinline__ void encode_part(const Head<DIM, BITS, VALUES> &head,
 
 template <int DIM>
 constexpr int CTAS = DIM == 256 ? 2 : 4;  // of a multiprocessor
+// Of a block of a pair of keys, where values take VALUE_COST: the shares of the card that were fastest.
 template <int DIM>
-constexpr int KEY_COST = DIM == 128 ? 9 : 8;  // of a block of a pair, as measured, where values take VALUE_COST
+constexpr int KEY_COST = DIM == 256 ? 10 : DIM == 128 ? 9 : 8;
 constexpr int VALUE_COST = 8;
 
 // What one block of threads does of all that `c` asks for. Tokens that are not there cost time but are neither read nor
@@ -154,10 +164,7 @@ __device__ __forceinline__ void encode_share(const Coding &c, const Plan &plan, 
             make_uint2(codes[0][e % BITS][e / BITS], codes[1][e % BITS][e / BITS]);
       sync_pair(pair);
       uint32_t kept = valid_tokens(block, 0, start);
-      if (valid && kept)
-        store_values<true>(head, block, own, pair, half, valid, kept);
-      else if (valid)
-        store_values<false>(head, block, own, pair, half, valid, 0);
+      store_values(head, block, own, pair, half, valid, kept);
     } else {
       store_keys<DIM, BITS>(head, part.first, part.valid, codes);
     }
@@ -172,7 +179,7 @@ __global__ void __launch_bounds__(THREADS, CTAS<DIM>)
            const __grid_constant__ Coding values, const __grid_constant__ Plan value_plan) {
   extern __shared__ uint4 memory[];
   wait_for_kernels_ahead();
-  if (key_plan.share <= PAIRS && value_plan.share <= PAIRS) let_next_kernel_begin();
+  let_next_kernel_begin();
   if (blockIdx.x < key_plan.ctas)
     encode_share<DIM, BITS, false>(keys, key_plan, blockIdx.x, memory);
   else
