@@ -5,12 +5,11 @@ import triton
 import triton.language as tl
 
 from .checks import Dense
-from .planes import TOP_STEPS, in_word
-from .rotation import CHUNK, add_product
+from .rotation import add_product, rows_of
 from .stores import Store
 from .tiles import LOG2E
 
-_COLUMNS = 32
+_LOADED = 8192  # floats of partial sums that a program of one row loads at once
 
 
 @triton.jit
@@ -59,8 +58,8 @@ _SIZES = "total heads group queries packed_splits splits".split()
 @triton.jit(do_not_specialize=_SIZES)
 def _finish(
     partial, state, values, matrix, sinks, out, lse, total, heads, group, queries, packed_splits, splits,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -76,8 +75,7 @@ def _finish(
     for first in range(0, DIM, CHUNK):
         chunk = first + tl.arange(0, CHUNK)
         part, mass = _sum(partial, state, 0, packed_splits, total, index, inside, chunk, peak, WIDTH, SPLITS)
-        y = add_product(y, part, matrix, in_word(chunk) if SHARED else chunk, columns, DIM, True)
-    y *= tl.load(values.levels + LEVELS - 1) / TOP_STEPS
+        y = add_product(y, part, matrix, chunk, columns, DIM, True)
     if values.balance is not None:
         balance = values.balance + batch * values.balance_batch + head * values.balance_head
         y *= tl.load(balance[:, None] + columns[None, :], mask, 0.0)
@@ -100,30 +98,22 @@ def _finish(
     tl.store(place[:, None] + columns[None, :], y.to(out.data.dtype.element_ty), mask)
 
 
-def _rows(total: int, splits: int) -> tuple[int, int]:
-    """Rows of a program and splits it loads at once: few rows leave multiprocessors idle, many loads hide their latency."""
-    if total > 1024:
-        return 16, 4
-    return (4, 16) if splits <= 16 else (2, 64)
-
-
 def finish(
-    partial: torch.Tensor, state: torch.Tensor, packed_splits: int, values: Store, shared: bool, heads: int,
-    sinks: torch.Tensor | None, out: Dense, lse: Dense | None,
+    partial: torch.Tensor, state: torch.Tensor, packed_splits: int, values: Store, heads: int, sinks: torch.Tensor | None,
+    out: Dense, lse: Dense | None,
 ) -> None:  # fmt: skip
     """Adds ``partial [splits, B * Hq * M, WIDTH]``, the first ``packed_splits`` of them in rotated space, into ``out``.
 
     Args:
         state: ``[splits, B * Hq * M, 2]``: base-2 exponent of a partial sum, and its sum of probabilities.
-        shared: columns of packed partial sums are in the order of keys.
         lse: ``None`` for a plain sum, which nothing divides.
     """
     batch, query_heads, queries, dim = out.data.shape
-    total = batch * query_heads * queries
-    rows, at_once = _rows(total, partial.shape[0])
-    _finish[(triton.cdiv(total, rows), triton.cdiv(dim, _COLUMNS))](
+    total, width = batch * query_heads * queries, partial.shape[2]
+    launch = rows_of(total, width)
+    columns, at_once = (width, _LOADED // width) if launch["ROWS"] == 1 else (32, 4)
+    _finish[(triton.cdiv(total, launch["ROWS"]), triton.cdiv(dim, columns))](
         partial, state, values.packed, values.matrix, sinks, out, lse,
         total, heads, query_heads // heads, queries, packed_splits, partial.shape[0],
-        DIM=dim, WIDTH=partial.shape[2], LEVELS=1 << (values.bits - 1), SHARED=shared, ROWS=rows, COLUMNS=_COLUMNS,
-        SPLITS=at_once,
+        DIM=dim, WIDTH=width, COLUMNS=columns, SPLITS=at_once, **launch,
     )  # fmt: skip

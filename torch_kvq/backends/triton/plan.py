@@ -50,7 +50,7 @@ _CONFIGS = {
         "frugal": (Config(16, 64, 16, 4, 2, 3),),
     },
     128: {
-        "plain": (Config(16, 128, 32, 4, 2, 3, 168), Config(32, 128, 32, 4, 2, 2), Config(64, 64, 32, 4, 2, 2)),
+        "plain": (Config(4, 64, 16, 1, 2, 12, 168), Config(32, 128, 32, 4, 2, 2), Config(64, 64, 32, 4, 2, 2)),
         "masked": (Config(16, 128, 32, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
         "frugal": (Config(16, 64, 16, 4, 2, 2),),
     },
@@ -75,7 +75,7 @@ def _has_large_shared_memory(device: torch.device) -> bool:
 
 
 def kind(device: torch.device, precise: bool, masked: bool, shared: bool, width: int) -> str:
-    """What decides registers and shared memory: float32 queries, a mask, wide keys that are the values, the device."""
+    """What decides registers and shared memory: float32 queries or results, a mask, wide keys that are the values, the device."""
     if precise:
         return "frugal"
     if shared and width == 512:
@@ -94,6 +94,11 @@ def config(rows: int, width: int, kind: str) -> Config:
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def digits(precise: bool) -> int:
+    """Digits of queries and weights: two are as good as 16-bit queries and results, four as float32."""
+    return 4 if precise else 2
 
 
 def slots(device: torch.device, shared: int) -> int:
