@@ -13,28 +13,32 @@ from ...layout import BLOCK_LEN
 from ...ops.schemas import SCALE_RULES
 from . import checks, plan
 from .checks import Dense
+from .planes import HAS_ASSEMBLY
 from .stores import Store, store_of
 from .tiles import dot_exact, word_strides
 
 _NORM, _MATCHED, _UNBIASED, _MSE = (tl.constexpr(SCALE_RULES.index(name)) for name in ("norm", "matched", "unbiased", "mse"))
 
+# Slopes that take what is not zero to 1 and more: a difference from an edge, a coordinate of a vector of unit variance.
+_STEEP, _STEEPEST = tl.constexpr(2.0**100), tl.constexpr(2.0**120)
+
 
 @triton.jit
 def _vectors(x, packed, batch, head, token, inside, chunk, DIM: tl.constexpr):
-    """``(x - centre) / balance`` of tokens ``token [N]`` of ``x`` at coordinates ``chunk [C]``: ``[N, C]``, zero outside."""
+    """Tokens ``token [N]`` of ``x`` at coordinates ``chunk [C]``: ``[N, C]``, zero outside. In float32 less the centre."""
     start = x.data + batch * x.batch + head * x.head + token.to(tl.int64) * x.token
     mask = inside[:, None] & (chunk < DIM)[None, :]
     part = tl.load(start[:, None] + chunk[None, :], mask, 0.0)
-    if packed.centre is not None or packed.balance is not None:
+    if part.dtype != tl.bfloat16:
         part = part.to(tl.float32)
         if packed.centre is not None:
-            centre = packed.centre + batch * packed.centre_batch + head * packed.centre_head
-            part -= tl.load(centre + chunk, chunk < DIM, 0.0)[None, :]
-        if packed.balance is not None:
-            balance = packed.balance + batch * packed.balance_batch + head * packed.balance_head
-            part *= (1 / tl.load(balance + chunk, chunk < DIM, 1.0))[None, :]
-        part = tl.where(mask, part, 0.0)
+            part = tl.where(mask, part - _centre(packed, batch, head, chunk, DIM)[None, :], 0.0)
     return part
+
+
+@triton.jit
+def _centre(packed, batch, head, chunk, DIM: tl.constexpr):
+    return tl.load(packed.centre + batch * packed.centre_batch + head * packed.centre_head + chunk, chunk < DIM, 0.0)
 
 
 @triton.jit
@@ -45,10 +49,26 @@ def _two(x):
 
 
 @triton.jit
-def _matrix(matrix, chunk, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns ``chunk [C]`` of the rotation in two parts ``[WIDTH, C]``, zero outside."""
+def _matrix(matrix, packed, batch, head, chunk, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns ``chunk [C]`` of the rotation over the balance, in two parts ``[WIDTH, C]``, zero outside."""
     row = tl.arange(0, WIDTH)[:, None]
-    return _two(tl.load(matrix + row * DIM + chunk[None, :], (row < DIM) & (chunk < DIM)[None, :], 0.0))
+    columns = tl.load(matrix + row * DIM + chunk[None, :], (row < DIM) & (chunk < DIM)[None, :], 0.0)
+    if packed.balance is not None:
+        balance = packed.balance + batch * packed.balance_batch + head * packed.balance_head
+        columns *= (1 / tl.load(balance + chunk, chunk < DIM, 1.0))[None, :]
+    return _two(columns)
+
+
+@triton.jit
+def _turned_centre(matrix, packed, batch, head, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """The centre turned ``[WIDTH]`` by the same two parts as vectors are: what they round cancels."""
+    turned = tl.zeros((WIDTH,), tl.float32)
+    for low in range(0, DIM, CHUNK):
+        chunk = low + tl.arange(0, CHUNK)
+        first, second = _matrix(matrix, packed, batch, head, chunk, DIM, WIDTH)
+        columns = first.to(tl.float32) + second.to(tl.float32)
+        turned += tl.sum(columns * _centre(packed, batch, head, chunk, DIM)[None, :], 1)
+    return turned
 
 
 @triton.jit
@@ -59,7 +79,7 @@ def _add(acc, part, matrix, ALONG_TOKENS: tl.constexpr):
         acc = _product(acc, part, low, ALONG_TOKENS)
         acc = _product(acc, part, high, ALONG_TOKENS)
     else:
-        first, second = _two(part.to(tl.float32))
+        first, second = _two(part)
         acc = _product(acc, second, high, ALONG_TOKENS)
         acc = _product(acc, first, low, ALONG_TOKENS)
         acc = _product(acc, first, high, ALONG_TOKENS)
@@ -81,45 +101,86 @@ def _loaded(levels, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _scales(x, levels, rms, AXIS: tl.constexpr, DIM: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr):
-    """Scales of vectors along ``AXIS`` of ``x``, as ``reference.quantise``."""
-    norm = rms * (DIM**0.5)
-    if RULE == _NORM:
-        scale = rms
+def _step(x, slope: tl.constexpr, addend):
+    """1.0 where ``x * slope + addend`` is above zero, by far if at all, and 0.0 elsewhere, also for NaN."""
+    if HAS_ASSEMBLY:
+        out = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, slope, addend], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
-        size, value = tl.abs(x), tl.zeros(x.shape, tl.float32) + levels[0]
-        for i in tl.static_range(1, COUNT):
-            value = tl.where(size > _edge(levels, rms, i, AXIS), levels[i], value)
-        if DIM < x.shape[AXIS]:
-            value = tl.where(tl.expand_dims(tl.arange(0, x.shape[AXIS]) < DIM, 1 - AXIS), value, 0.0)
-        square = tl.sum(value * value, AXIS)
+        out = tl.where(x * slope + addend > 0, 1.0, 0.0)
+    return out
+
+
+@triton.jit
+def _chosen(table, bits, COUNT: tl.constexpr):
+    """The entry of ``table`` (``2 ** COUNT`` of them) whose index has the first ``COUNT`` of ``bits``, the highest first."""
+    for n in tl.static_range(COUNT):
+        half = ()
+        for i in tl.static_range(1 << (COUNT - 1 - n)):
+            half = half + (table[i] + bits[n] * (table[i + (1 << (COUNT - 1 - n))] - table[i]),)
+        table = half
+    return table[0]
+
+
+@triton.jit
+def _indices(size, levels, PLANES: tl.constexpr):
+    """Bits of the index of the level nearest to ``size``, the highest first, by bisection."""
+    bits = ()
+    for n in tl.static_range(PLANES):
+        edges = ()
+        for i in tl.static_range(1 << n):
+            edges = edges + (_edge(levels, (2 * i + 1) << (PLANES - 1 - n)) * -_STEEP,)
+        bits = bits + (_step(size, _STEEP, _chosen(edges, bits, n)),)
+    return bits
+
+
+@triton.jit
+def _edge(levels, i: tl.constexpr):
+    """What is nearer to level ``i`` than to the one below is larger than this."""
+    return (levels[i - 1] + levels[i]) / 2
+
+
+@triton.jit
+def _scales(square, unit, size, bits, levels, AXIS: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr, RULE: tl.constexpr):
+    """Scales of vectors along ``AXIS`` as ``reference.quantise``, of their ``square`` and coordinates ``size`` times ``unit``."""
+    if RULE == _NORM:
+        scale = tl.sqrt(square / DIM)
+    else:
+        value = _chosen(levels, bits, PLANES)
+        if DIM < size.shape[AXIS]:
+            value = tl.where(tl.expand_dims(tl.arange(0, size.shape[AXIS]) < DIM, 1 - AXIS), value, 0.0)
         if RULE == _MATCHED:
-            scale = norm / tl.sqrt(square)
+            scale = tl.sqrt(square / tl.sum(value * value, AXIS))
         else:
             dot = tl.sum(size * value, AXIS)
-            scale = norm * norm / tl.where(dot > 1e-30, dot, 1e-30) if RULE == _UNBIASED else dot / square
-    return tl.where(norm > 0, tl.where(scale < 65504.0, scale, 65504.0), 0.0)  # never NaN
+            if RULE == _UNBIASED:
+                scale = square * unit / tl.maximum(dot, 1e-30)
+            else:
+                scale = dot / (tl.sum(value * value, AXIS) * unit)
+    return tl.where(square > 0, tl.where(scale < 65504.0, scale, 65504.0), 0.0)  # never NaN
 
 
 @triton.jit
-def _edge(levels, rms, i: tl.constexpr, AXIS: tl.constexpr):
-    """What is nearer to level ``i`` than to the one below is larger than this, in each vector."""
-    return tl.expand_dims(tl.maximum(rms, 1e-30) * ((levels[i - 1] + levels[i]) / 2), AXIS)
+def _packed(y, bits, PLANES: tl.constexpr):
+    """Signs of ``y [X, Y]`` and ``bits`` of the codes, as 8 columns ``2c, 2c + 1, 2c + 8 ..`` of a word share an integer:
+    ``[X, Y / 32, 4]``. Those of a thread do; floats hold half of it, for a bit costs a multiplication and addition then."""
+    X: tl.constexpr = y.shape[0]
+    Y: tl.constexpr = y.shape[1]
+    column = tl.arange(0, Y)[None, :]
+    bit = (1 << (column // 8 % 2 * 8 + column % 2)).to(tl.float32)
+    fields = _step(y, -_STEEPEST, 0.0) * bit
+    for p in tl.static_range(PLANES):
+        fields += bits[PLANES - 1 - p] * (bit * (4 << (2 * p)))
+    halves = tl.sum(tl.sum(tl.reshape(fields, (X, Y // 32, 2, 2, 4, 2)), 5), 3).to(tl.int32)
+    return tl.sum(halves << (16 * tl.arange(0, 2))[None, None, :, None], 2)
 
 
 @triton.jit
-def _plane(x, levels, rms, bit, p: tl.constexpr, AXIS: tl.constexpr, COUNT: tl.constexpr):
-    """Words of plane ``p`` of the magnitudes: it changes at every edge whose number is a multiple of ``2 ** p``."""
-    bits = tl.zeros(x.shape, tl.int32)
-    for i in tl.static_range(1 << p, COUNT, 1 << p):
-        bits ^= tl.where(tl.abs(x) > _edge(levels, rms, i, AXIS), bit, 0)
-    return _words(bits)
-
-
-@triton.jit
-def _words(bits):
-    """Words of 32 neighbours on the last axis, which have a bit each."""
-    return tl.sum(tl.reshape(bits, (bits.shape[0], bits.shape[1] // 32, 32)), 2)
+def _words(packed, field: tl.constexpr):
+    """Words ``[X, W]`` of one field of what :func:`_packed` returned: 0 the signs, ``p + 1`` plane ``p``."""
+    shift = 2 * tl.arange(0, 4)[None, None, :]
+    return tl.sum(((packed >> (2 * field)) & 0x03030303) << shift, 2)
 
 
 @triton.jit
@@ -160,7 +221,10 @@ def _encode(
     sign_unit, mag_unit, plane = word_strides(packed, DIM if ALONG_TOKENS else WORDS, BITS)
     levels = _loaded(packed.levels, COUNT)
     begin = start // 32 * 32 + tl.program_id(0) * tiles * TOKENS
-    whole = _matrix(matrix, tl.arange(0, CHUNK), DIM, WIDTH)
+    whole = _matrix(matrix, packed, batch, head, tl.arange(0, CHUNK), DIM, WIDTH)
+    TURNED: tl.constexpr = packed.centre is not None and x.data.dtype.element_ty == tl.bfloat16
+    if TURNED:
+        centre = tl.expand_dims(_turned_centre(matrix, packed, batch, head, DIM, WIDTH, CHUNK), 1 - AXIS)
     for first in tl.range(begin, min(begin + tiles * TOKENS, stop), TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
         inside = (token >= start) & (token < stop)
@@ -172,20 +236,26 @@ def _encode(
             for low in range(0, DIM, CHUNK):
                 chunk = low + tl.arange(0, CHUNK)
                 part = _vectors(x, packed, batch, head, token - start, inside, chunk, DIM)
-                y = _add(y, part, _matrix(matrix, chunk, DIM, WIDTH), ALONG_TOKENS)
-        rms = tl.sqrt(tl.sum(y * y, AXIS)) * (DIM**-0.5)
-        scale = _scales(y, levels, rms, AXIS, DIM, COUNT, RULE)
+                y = _add(y, part, _matrix(matrix, packed, batch, head, chunk, DIM, WIDTH), ALONG_TOKENS)
+        if TURNED:
+            y -= centre * tl.expand_dims(inside.to(tl.float32), AXIS)  # nothing where there is no token
+        square = tl.sum(y * y, AXIS)
+        unit = tl.rsqrt(tl.maximum(square / DIM, 1e-37))
+        y *= tl.expand_dims(unit, AXIS)
+        size = tl.abs(y)
+        bits = _indices(size, levels, BITS - 1)
+        # Coordinates beyond the head dim are zero and no edge is below it, so they have no bits.
+        fields = _packed(y, bits, BITS - 1)
+        scale = _scales(square, unit, size, bits, levels, AXIS, DIM, BITS - 1, RULE)
         place = packed.scale + batch * packed.scale_batch + head * packed.scale_head + token
         tl.store(place, scale.to(tl.float16), inside)
-        # Coordinates beyond the head dim are zero and no edge is below it, so they have no bits.
-        bit = (1 << tl.arange(0, y.shape[1]) % 32)[None, :]
-        words = _words(tl.where(y < 0, bit, 0))
+        words = _words(fields, 0)
         if ALONG_TOKENS:
             _store_values(sign, words, first, start, stop, sign_unit, DIM)
         else:
             _store_keys(sign, words, token, inside, sign_unit, WORDS)
         for p in tl.static_range(BITS - 1):
-            words = _plane(y, levels, rms, bit, p, AXIS, COUNT)
+            words = _words(fields, p + 1)
             if ALONG_TOKENS:
                 _store_values(mag + p * plane, words, first, start, stop, mag_unit, DIM)
             else:
