@@ -188,6 +188,19 @@ def test_encode_of_odd_vectors(ops, along_tokens, rule):
 
 
 @of_operators
+@pytest.mark.parametrize("dim, dtype", [(64, FLOAT), (128, BF16), (80, HALF)])
+def test_encode_beside_a_large_centre(ops, dim, dtype):
+    codec_checks.check_encode_beside_a_large_centre(ops, DEVICE, dim, dtype)
+
+
+@of_operators
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_encode_of_any_magnitude(ops, along_tokens, dtype):
+    codec_checks.check_encode_of_any_magnitude(ops, DEVICE, 128, along_tokens, dtype, exact=True)
+
+
+@of_operators
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 def test_merge(ops, dtype):
     codec_checks.check_merge(ops, DEVICE, dtype)

@@ -34,6 +34,7 @@ from .tiles import (
     value_codes,
 )
 
+
 @triton.jit
 def _masked(x, capped, mask, mask_rows, columns, reached, inside):
     """Logits ``x [N, rows]`` capped at ``capped``, masked, and -inf for tokens that are not ``reached``."""

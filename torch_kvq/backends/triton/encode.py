@@ -2,8 +2,11 @@
 one head, on the grid of blocks of the store, so that a word of values is written by one program.
 
 The rotation is a product with a dense matrix in float32, of which tensor cores multiply two parts in bfloat16: together they
-have 16 bits, which moves fewer than one code in 100,000. Keys are turned as ``[tokens, coordinates]``, values as
+have 16 bits, which moves fewer than one code in 10,000. Keys are turned as ``[tokens, coordinates]``, values as
 ``[coordinates, tokens]``: along the last axis lie the bits of a word, of which a thread has eight and its neighbours the rest.
+
+Codes come by arithmetic. A bit is a float, 0 or 1, of one saturated multiply-add; a level, an edge and a place in a word are
+products with it. Comparisons and selections run at half the rate, and the compiler stores 64 predicates a thread at that.
 """
 
 import triton
@@ -143,7 +146,7 @@ def _edge(levels, i: tl.constexpr):
 
 @triton.jit
 def _scales(square, unit, size, bits, levels, AXIS: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr, RULE: tl.constexpr):
-    """Scales of vectors along ``AXIS`` as ``reference.quantise``, of their ``square`` and coordinates ``size`` times ``unit``."""
+    """Scales as ``reference.quantise``, of the ``square`` of vectors along ``AXIS`` and their coordinates ``size`` in ``unit``."""
     if RULE == _NORM:
         scale = tl.sqrt(square / DIM)
     else:
@@ -197,9 +200,10 @@ def _store_values(place, words, first, start, stop, unit, DIM: tl.constexpr):
     column = tl.arange(0, words.shape[0])[:, None]
     place += block * unit + column
     mask = (block * 32 < stop) & (column < DIM)
-    begun = (block * 32 < start) & mask
-    kept = tl.load(place, begun, 0) & ((1 << tl.where(begun, start % 32, 0)) - 1)
-    tl.store(place, words | kept, mask)
+    if first < start:
+        begun = (block * 32 < start) & mask
+        words |= tl.load(place, begun, 0) & ((1 << tl.where(begun, start % 32, 0)) - 1)
+    tl.store(place, words, mask)
 
 
 # Sizes that are not worth a compilation of their own.

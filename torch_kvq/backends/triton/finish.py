@@ -9,6 +9,7 @@ from .rotation import add_product, rows_of
 from .stores import Store
 from .tiles import LOG2E
 
+FEW_COLUMNS = 32  # of a program of one row: the matrix is what takes long to come
 _LOADED = 8192  # floats of partial sums that a program of one row loads at once
 
 
@@ -59,7 +60,7 @@ _SIZES = "total heads group queries packed_splits splits".split()
 def _finish(
     partial, state, values, matrix, sinks, out, lse, total, heads, group, queries, packed_splits, splits,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, EXACT: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -68,7 +69,7 @@ def _finish(
     batch, head = index // queries // (heads * group), query_head // group
     mask = inside[:, None] & (columns < DIM)[None, :]
 
-    top = _peak(state, splits, total, index, inside, sinks, query_head, SPLITS)
+    top = _peak(state, splits, total, index, inside, sinks, query_head, STATES)
     peak = tl.where(top == float("-inf"), 0.0, top)
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
@@ -82,7 +83,7 @@ def _finish(
     if values.centre is not None:
         centre = values.centre + batch * values.centre_batch + head * values.centre_head
         y += mass[:, None] * tl.load(centre[:, None] + columns[None, :], mask, 0.0)
-    exact, exact_mass = _sum(partial, state, packed_splits, splits, total, index, inside, columns, peak, WIDTH, SPLITS)
+    exact, exact_mass = _sum(partial, state, packed_splits, splits, total, index, inside, columns, peak, WIDTH, EXACT)
     y += exact
 
     if lse is not None:
@@ -110,10 +111,16 @@ def finish(
     """
     batch, query_heads, queries, dim = out.data.shape
     total, width = batch * query_heads * queries, partial.shape[2]
-    launch = rows_of(total, width)
-    columns, at_once = (width, _LOADED // width) if launch["ROWS"] == 1 else (32, 4)
-    _finish[(triton.cdiv(total, launch["ROWS"]), triton.cdiv(dim, columns))](
+    launch = options(total, width)
+    _finish[(triton.cdiv(total, launch["ROWS"]), triton.cdiv(dim, launch["COLUMNS"]))](
         partial, state, values.packed, values.matrix, sinks, out, lse,
-        total, heads, query_heads // heads, queries, packed_splits, partial.shape[0],
-        DIM=dim, WIDTH=width, COLUMNS=columns, SPLITS=at_once, **launch,
+        total, heads, query_heads // heads, queries, packed_splits, partial.shape[0], DIM=dim, WIDTH=width, **launch,
     )  # fmt: skip
+
+
+def options(total: int, width: int) -> dict[str, int]:
+    """Rows and columns of a program and what it loads at once: with one row, all states, and as many splits as it can."""
+    launch = rows_of(total, width)
+    if launch["ROWS"] == 1:
+        return dict(COLUMNS=min(width, FEW_COLUMNS), SPLITS=_LOADED // launch["CHUNK"], EXACT=4, STATES=256, **launch)
+    return dict(COLUMNS=32, SPLITS=4, EXACT=4, STATES=4, **launch)

@@ -1,7 +1,7 @@
 """Bit planes to tiles of 8-bit integers, the left operand of a tensor-core product, without a detour through memory.
 
-A level is ``n + 1/2`` steps of ``levels[-1] / TOP_STEPS``, so a code stands for ``m + 1/2`` steps with an 8-bit ``m``: ``n`` or,
-negative, ``~n``. Products are of ``m``; the half steps are added once a row.
+A level is ``n + 1/2`` steps of ``levels[-1] / TOP_STEPS``, so a code stands for ``m + 1/2`` steps with an 8-bit ``m``: ``n``
+or, negative, ``~n``. Products are of ``m``; the half steps are added once a row.
 
 A tile of words ``[X, W]`` becomes ``[X, 32 * W]``. Its columns stand in the order of :func:`in_word`: column ``16h + 4c + i``
 of a word is bit ``16h + 4i + c``. So thread ``c`` of the four that hold a row of a tensor-core fragment shifts a word right by

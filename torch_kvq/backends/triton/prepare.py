@@ -48,7 +48,8 @@ def prepare(q: Dense, keys: Store, heads: int, multiplier: float) -> tuple[torch
     """Prepares ``q [B, G * H, M, D]``.
 
     Returns:
-        ``query [B * Hq * M, WIDTH]`` float32 rotated; ``biases [B * Hq * M]`` float32: what ``multiplier`` makes of ``q . centre``.
+        ``query [B * Hq * M, WIDTH]`` float32 rotated; ``biases [B * Hq * M]`` float32:
+        ``multiplier`` times ``q . centre``.
     """
     batch, query_heads, queries, dim = q.data.shape
     total, width = batch * query_heads * queries, padded(dim)

@@ -82,5 +82,6 @@ def _qk_part(q: Dense, keys: Store, exact_keys: Dense, length: int, num_sinks: i
         q, query, biases, keys.packed, exact_keys, out, query.shape[0], heads, group, queries, cut.blocks, length, exact_len,
         num_sinks, cut.split_len, cut.packed_splits, cut.exact_split_len,
         DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, BITS=keys.bits, PARTS=plan.digits(precise),
-        ROWS=cut.config.rows, TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages, **cut.config.options(),
+        ROWS=cut.config.rows, TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages,
+        **cut.config.options(),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Steps of attend, qk and pv on one tile of tokens. Scores stand as ``[tokens, rows]``, sums as ``[coordinates, rows]``, so
-that the unpacked tile is always the left operand, which tensor cores take from registers. Rows of a tile of scores are tokens in
-the order of :func:`positions`: a thread has four that are neighbours where they are summed, and packs them into one word.
+that the unpacked tile is always the left operand, which tensor cores take from registers. Rows of a tile of scores are tokens
+in the order of :func:`positions`: a thread has four that are neighbours where they are summed, and packs them into one word.
 """
 
 import triton
