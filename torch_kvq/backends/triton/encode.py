@@ -146,7 +146,7 @@ def _edge(levels, i: tl.constexpr):
 
 @triton.jit
 def _scales(square, unit, size, bits, levels, AXIS: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr, RULE: tl.constexpr):
-    """Scales as ``reference.quantise``, of the ``square`` of vectors along ``AXIS`` and their coordinates ``size`` in ``unit``."""
+    """Scales as ``reference.quantise``: ``square`` of vectors along ``AXIS``, and ``size``: coordinates times ``unit``."""
     if RULE == _NORM:
         scale = tl.sqrt(square / DIM)
     else:
