@@ -33,10 +33,12 @@ sanitize-gpu: $(DONE)/project
 
 # Results of a CUDA device, as benchmarks/results/NAME_CARD.json, then all tables and pictures: make bench-gpu CARD=h200
 result = --device cuda --json benchmarks/results/$(1)_$(CARD).json
+SMALLER := --exact 132 --shapes 8,32,8,128,32768 1,32,8,128,8192 --prefill 32768 --rounds 9
 LLAMA := --shape llama-3.1-8b --batch 8 --fill --caches isoquant,dynamic
 bench-gpu: $(DONE)/project
 	$(PIP) install --no-build-isolation --editable ".[bench]"
 	$(BIN)/python benchmarks/attend.py --exact 132 --prefill 32768 --rounds 15 $(call result,attend)
+	$(BIN)/python benchmarks/attend.py --isas packed triton $(SMALLER) $(call result,attend_triton)
 	$(BIN)/python benchmarks/attend_sparse.py --rounds 9 $(call result,attend_sparse)
 	$(BIN)/python benchmarks/generate.py $(LLAMA) --contexts 4096,32768 --rounds 3 --new-tokens 16 $(call result,generate)
 	$(BIN)/python benchmarks/generate.py $(LLAMA) --layers 8 --contexts 131072 --rounds 3 --new-tokens 16 $(call result,generate_128k)

@@ -9,11 +9,13 @@ of query heads folded into the query length. Ratios are of medians in the same r
 over the measured rate of a plain read (on CUDA of a copy). On the CPU queries are float32, whichever instruction set answers.
 
 On CUDA a side is the replay of one graph over copies of its data that together exceed the L2 cache, as the layers of a model
-do, timed by events; on MPS a queue of calls between two synchronisations.
+do, timed by events; on MPS a queue of calls between two synchronisations. ``--isas packed triton`` measures the Triton twin
+of the operators too, in the same rounds.
 """
 
 import argparse
 import copy
+import functools
 from collections.abc import Callable
 
 import attend_tables
@@ -22,9 +24,9 @@ import timing
 import torch
 
 from torch_kvq import ops
-from torch_kvq.backends import native
+from torch_kvq.backends import native, triton
 from torch_kvq.codecs.isoquant import IsoQuantConfig
-from torch_kvq.layout import token_bytes
+from torch_kvq.layout import PACKED_FIELDS, token_bytes
 from torch_kvq.store import ExactStore, PackedStore
 
 CPU_SHAPES = [(1, hq, hk, d, t) for hq, hk, d in ((32, 8, 128), (9, 3, 64)) for t in (512, 1024, 4096, 32768)]
@@ -39,6 +41,7 @@ NUM_SINKS = 4
 FLUSH_LEN = 16  # tokens that a cache packs at a time
 CACHE_MULTIPLE = 3  # copies of the data hold this many times the L2 cache
 MAX_COPIES = 96
+TWIN = "triton"
 
 
 def memory_rate(device: str, num_bytes: int = 1 << 29, rounds: int = 7) -> float:
@@ -85,6 +88,11 @@ def use(isa: str) -> None:
         native.set_cpu_isa(isa)
 
 
+def operator(name: str, isa: str) -> Callable:
+    """Operator ``name`` as what serves the device answers it, or its Triton twin."""
+    return triton.launcher(name) if isa == TWIN else getattr(ops, name)
+
+
 def packed_calls(q, k, v, bits: int, exact: int, isas: list[str]) -> dict[str, Callable]:
     """``attend`` by every instruction set over all tokens packed but ``exact`` ones, which have the query's dtype."""
     length, num_sinks = k.shape[2] - exact, min(NUM_SINKS, exact)
@@ -94,7 +102,8 @@ def packed_calls(q, k, v, bits: int, exact: int, isas: list[str]) -> dict[str, C
 
     def attend(isa: str) -> None:
         use(isa)
-        ops.attend(q, *packed, *exact_kv, None, None, 0, length, num_sinks, q.shape[3] ** -0.5, 0.0, out, lse)
+        answer = operator("attend", isa)
+        answer(q, *packed, *exact_kv, None, None, 0, length, num_sinks, q.shape[3] ** -0.5, 0.0, out, lse)
 
     return {isa: lambda isa=isa: attend(isa) for isa in isas}
 
@@ -170,11 +179,17 @@ def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:
         use(isa)
         for store, x in zip(packed, fresh):
             store.length = 0
-            store.append(x)
+            if isa == TWIN:
+                tensors = dict(zip(PACKED_FIELDS, store.tensors()))
+                planes = [tensors.pop(name) for name in ("sign", "mag", "scale")]
+                operator("encode", isa)(x, *tensors.values(), store.config.rule, store.along_tokens, 0, *planes)
+            else:
+                store.append(x)
 
     read = sum(x.numel() * x.itemsize for x in fresh)
     written = k.shape[1] * args.prefill * sum(token_bytes(dim, args.bits, along) for along in (False, True))
-    theirs = {name: side([call], args.device) for name, call in dense.prefill_calls(q, k, v).items()}
+    once = functools.partial(timing.replayed, least=1) if args.device == "cuda" else functools.partial(side, device=args.device)
+    theirs = {name: once([call]) for name, call in dense.prefill_calls(q, k, v).items()}  # of many milliseconds each
     best, results = compare(sides_of(calls, read, args.device), theirs, max(3, args.rounds // 8))
     for isa in args.isas:
         results[isa]["share"] = results[isa]["median_ms"] / results[best]["median_ms"]
@@ -186,13 +201,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = timing.arguments(__doc__)
     parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--isas", nargs="*", help="CPU instruction sets to compare, default those in use")
+    parser.add_argument("--isas", nargs="*", help="CPU instruction sets, default those in use; on CUDA packed, triton")
     parser.add_argument("--shapes", nargs="*", help="[B,]Hq,Hk,d,T each, default a table of two models, on a GPU of five")
     parser.add_argument("--exact", type=int, default=0, help="of T, tokens that are exact: sinks and window; a cache has 132")
     parser.add_argument("--prefill", type=int, default=PREFILL, help="tokens to encode")
     args = parser.parse_args(arguments)
     in_use = [native.cpu_isa(dtype) for dtype in (torch.bfloat16, torch.float32)]
-    args.isas = list(dict.fromkeys(args.isas or in_use)) if args.device == "cpu" else ["packed"]
+    args.isas = list(dict.fromkeys(args.isas or in_use)) if args.device == "cpu" else args.isas or ["packed"]
+    if args.device != "cpu" and (wrong := set(args.isas) - {"packed", TWIN}):
+        parser.error(f"--isas must be packed or {TWIN} on a GPU, got {min(wrong)}")
     given = [tuple(map(int, shape.split(","))) for shape in args.shapes or ()]
     if wrong := [shape for shape in given if len(shape) not in (4, 5)]:
         parser.error(f"--shapes must be [B,]Hq,Hk,d,T each, got {wrong[0]}")

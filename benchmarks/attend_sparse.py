@@ -41,7 +41,7 @@ class Step:
     Args:
         keys, values: one tensor ``[B, H, L, D]`` or the nine of a store packed along ``D``.
         transform: query_centre, centre, balance, signs, blocks, matrix of the index.
-        sign, factor, bias: the index; ``capacity``: of the selection.
+        sign, factor, bias: the index of ``length`` tokens, for all of which a selection has room, as in a cache by default.
     """
 
     q: torch.Tensor
@@ -53,7 +53,6 @@ class Step:
     factor: torch.Tensor
     bias: torch.Tensor
     length: int
-    capacity: int
     top_p: float = 0.5
 
     def __post_init__(self) -> None:
@@ -62,7 +61,7 @@ class Step:
         self.scale = dim**-0.5
         self.planes, self.terms = new((*rows, 4, num_words(dim)), dtype=torch.int32), new((*rows, 4), dtype=torch.float32)
         self.scores = new((*rows, self.length), dtype=torch.float32 if self.q.is_cpu else torch.float16)
-        self.indices = new((batch, heads, self.capacity), dtype=torch.int32)
+        self.indices = new((batch, heads, self.length), dtype=torch.int32)
         self.count = new((batch, heads), dtype=torch.int32)
         self.outs, self.lses = new((2, *rows, dim)), new((2, *rows), dtype=torch.float32)
         self.out, self.lse = new((*rows, dim)), new(rows, dtype=torch.float32)
@@ -104,7 +103,7 @@ class Step:
             low, high = (self.top_p, high) if self.share() < share else (low, self.top_p)
 
 
-def steps_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bits: int, share: float) -> dict[str, Step]:
+def steps_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bits: int) -> dict[str, Step]:
     """A step a side over ``k``, ``v`` ``[B, H, T, D]``, of which the first ``EXACT`` tokens are exact."""
     batch, heads, length, dim = *k.shape[:2], k.shape[2] - EXACT, k.shape[3]
     exact, far = ([x[:, :, part].to(q.dtype).contiguous() for x in (k, v)] for part in (slice(EXACT), slice(EXACT, None)))
@@ -124,8 +123,7 @@ def steps_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bits: int, share
         factor, bias = (torch.empty(sign.shape[:3], dtype=torch.float16, device=q.device) for _ in range(2))
         written = torch.empty(0, dtype=torch.int32, device=q.device) if len(keys) > 1 else sign
         ops.index_keys(far[0], *transform, 0, written, factor, bias)
-        capacity = min(length, int(2 * share * length) + 32)
-        steps[name] = Step(q, exact, keys, values, transform, sign, factor, bias, length, capacity)
+        steps[name] = Step(q, exact, keys, values, transform, sign, factor, bias, length)
     return steps
 
 
@@ -143,7 +141,7 @@ def row_of(shape: tuple[int, ...], args: argparse.Namespace) -> dict:
     query, found = q.bfloat16(), {}
 
     def make() -> dict[str, Callable]:
-        steps = steps_of(query, k, v, args.bits, args.share)
+        steps = steps_of(query, k, v, args.bits)
         for name, step in steps.items():
             if name in found:
                 step.top_p = found[name]["top_p"]

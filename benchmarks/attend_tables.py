@@ -26,6 +26,7 @@ GPU_BARS = {
 }
 LONGEST, FP8_SHAPE = (8, 32, 8, 128, 131072), (8, 32, 8, 128, 32768)
 ENCODE_LEN, ENCODE_SHARE = 4096, 0.15
+TWIN_SHARE = 2.5  # times that the Triton twin may take as long
 FLUSH_SHAPES, FLUSH_SHARE = ((8, 32, 8, 128, 32768), (1, 32, 8, 128, 32768)), 0.05
 SCAN_PARTS = ("scan", "select", "scan and select")  # the first two of results from before there was one operator
 # Of attend_sparse.py at SPARSE_SHARE: least speed-up by device and (B, Hq, Hk, d, T). SCAN_SHARE: scan, selection over dense.
@@ -123,11 +124,18 @@ def _gpu_bars(result: dict) -> list[Bar]:
         if shape in FLUSH_SHAPES and row.get("flush"):
             what = f"flush of a block, {three_digits(1e3 * row['flush']['median_ms'])} us / decode attention {_shape(row)}"
             found.append(Bar(what, row["flush"]["share"], FLUSH_SHARE, "%", at_most=True))
+        if "triton" in sides:
+            slower = sides["triton"]["median_ms"] / ours["median_ms"]
+            found.append(Bar(f"Triton twin / packed, attend {_shape(row)}", slower, TWIN_SHARE, at_most=True))
         if shape == FP8_SHAPE:
             fp8 = sides.get(FEWER_BITS[0])
             found.append(Bar(f"{FEWER_BITS[0]} {_shape(row)}", fp8 and fp8["median_ms"] / ours["median_ms"], 2.5))
     for row in result["encode"]:
-        found.append(Bar(f"share of the copy rate, encode {_shape(row)}", row["results"]["packed"]["memory_share"], 0.5, "%"))
+        sides = row["results"]
+        found.append(Bar(f"share of the copy rate, encode {_shape(row)}", sides["packed"]["memory_share"], 0.5, "%"))
+        if "triton" in sides:
+            slower = sides["triton"]["median_ms"] / sides["packed"]["median_ms"]
+            found.append(Bar(f"Triton twin / packed, encode {_shape(row)}", slower, TWIN_SHARE, at_most=True))
     return found
 
 

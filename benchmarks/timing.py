@@ -48,9 +48,9 @@ def summary(times: list[float]) -> dict[str, float]:
     return dict(median_ms=1e3 * median, **extremes, spread=(high - low) / median, rounds=len(times))
 
 
-def replayed(calls: list[Callable]) -> Callable[[], float]:
-    """A side that replays one CUDA graph of ``calls`` and returns the device's seconds a call."""
-    calls = (calls * GRAPH_CALLS)[: max(len(calls), GRAPH_CALLS)]
+def replayed(calls: list[Callable], least: int = GRAPH_CALLS) -> Callable[[], float]:
+    """A side that replays one CUDA graph of ``calls``, ``least`` at least, and returns the device's seconds a call."""
+    calls = (calls * least)[: max(len(calls), least)]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

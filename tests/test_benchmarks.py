@@ -108,6 +108,17 @@ def test_attend_measures_both_sides(attended):
     assert attended["memory_rate"] > 0 and attended["encode"][0]["results"][isa]["share"] > 0
 
 
+def test_the_twin_is_compared_with_the_kernels(attended):
+    times = dict(
+        packed=dict(median_ms=0.2, ratio=4.0, memory_share=0.6), triton=dict(median_ms=0.5, ratio=1.6, memory_share=0.2)
+    )
+    encode = dict(packed=dict(median_ms=1.0, memory_share=0.5), triton=dict(median_ms=2.6, memory_share=0.2))
+    rows = dict(attend=[dict(shape=[1, 4, 2, 64, 256], results=times)], encode=[dict(shape=[1, 4, 2, 64, 128], results=encode)])
+    found = {bar.what: bar.cells()[1:] for bar in attend_tables._gpu_bars(attended | rows) if "twin" in bar.what}
+    assert found["Triton twin / packed, attend 4, 2, 64, 256"] == ["<= 2.5x", "2.50x", "held"]
+    assert found["Triton twin / packed, encode 4, 2, 64, 128"] == ["<= 2.5x", "2.60x", "MISSED"]
+
+
 def test_attend_sparse_measures_a_step_and_its_parts(tmp_path):
     options = ["--shapes", "4,2,64,600", "--rounds", "2", "--share", "0.2"]
     result = run("attend_sparse.py", *options, path=tmp_path / "attend_sparse_cpu.json")
