@@ -122,7 +122,7 @@ def test_attend_leaves_nan_in_its_row(ops, dtype):
 def test_attend_does_not_depend_on_the_device_it_is_cut_for(ops, num_multiprocessors, monkeypatch):
     from torch_kvq.backends.triton import plan
 
-    monkeypatch.setattr(plan, "_num_multiprocessors", lambda device: num_multiprocessors)
+    monkeypatch.setattr(plan, "num_multiprocessors", lambda device: num_multiprocessors)
     plan.cut.cache_clear()
     for tokens in (1, 700):
         attend_checks.check_attend(ops, DEVICE, Case("cut", tokens=tokens, exact=150, start=tokens // 3))

@@ -9,6 +9,7 @@ Codes come by arithmetic. A bit is a float, 0 or 1, of one saturated multiply-ad
 products with it. Comparisons and selections run at half the rate, and the compiler stores 64 predicates a thread at that.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -24,6 +25,8 @@ _NORM, _MATCHED, _UNBIASED, _MSE = (tl.constexpr(SCALE_RULES.index(name)) for na
 
 # Slopes that take what is not zero to 1 and more: a difference from an edge, a coordinate of a vector of unit variance.
 _STEEP, _STEEPEST = tl.constexpr(2.0**100), tl.constexpr(2.0**120)
+
+_OTHER_MEMORY = 2048  # bytes of shared memory besides the matrix and vectors
 
 
 @triton.jit
@@ -289,6 +292,15 @@ def _launch(x: Dense, store: Store, rule: int, along_tokens: bool, start: int) -
     with plan.on_device(x.data):
         _encode[(triton.cdiv(tiles, each), batch * heads)](
             x, store.packed, store.matrix, heads, start, start + tokens, each,
-            DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, CHUNK=width if width <= 128 else 32, BITS=store.bits, RULE=rule,
-            ALONG_TOKENS=along_tokens, TOKENS=size, STAGES=2, num_warps=4 if width <= 128 else 8,
+            DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, CHUNK=width if width <= 128 else 8192 // width, BITS=store.bits, RULE=rule,
+            ALONG_TOKENS=along_tokens, TOKENS=size, STAGES=_stages(x.data, size, width), num_warps=4 if width <= 128 else 8,
         )  # fmt: skip
+
+
+def _stages(x: torch.Tensor, tokens: int, width: int) -> int:
+    """Tiles of ``tokens`` vectors on the way at once: up to three, beside both parts of a whole matrix and a part of vectors."""
+    if width > 128:
+        return 2
+    parts = 2 * width * (2 * width + (0 if x.dtype == torch.bfloat16 else tokens))
+    room = plan.shared_memory(x.device) - _OTHER_MEMORY - parts
+    return max(1, min(3, room // (tokens * width * x.element_size())))

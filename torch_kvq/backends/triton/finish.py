@@ -4,12 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
+from . import plan
 from .checks import Dense
 from .rotation import add_product, rows_of
 from .stores import Store
 from .tiles import LOG2E
 
-FEW_COLUMNS = 32  # of a program of one row: the matrix is what takes long to come
+_FEW_COLUMNS = 32
 _LOADED = 8192  # floats of partial sums that a program of one row loads at once
 
 
@@ -111,16 +112,25 @@ def finish(
     """
     batch, query_heads, queries, dim = out.data.shape
     total, width = batch * query_heads * queries, partial.shape[2]
-    launch = options(total, width)
+    launch = options(total, width, plan.num_multiprocessors(partial.device))
     _finish[(triton.cdiv(total, launch["ROWS"]), triton.cdiv(dim, launch["COLUMNS"]))](
         partial, state, values.packed, values.matrix, sinks, out, lse,
         total, heads, query_heads // heads, queries, packed_splits, partial.shape[0], DIM=dim, WIDTH=width, **launch,
     )  # fmt: skip
 
 
-def options(total: int, width: int) -> dict[str, int]:
-    """Rows and columns of a program and what it loads at once: with one row, all states, and as many splits as it can."""
+def options(total: int, width: int, multiprocessors: int) -> dict[str, int]:
+    """Rows and columns of a program and what it loads at once: with one row, all states, and as many splits as it can.
+
+    A program loads all partial sums of its rows whatever its columns, so a row is cut no finer than multiprocessors are idle:
+    with few rows the matrix takes longer to come.
+    """
     launch = rows_of(total, width)
-    if launch["ROWS"] == 1:
-        return dict(COLUMNS=min(width, FEW_COLUMNS), SPLITS=_LOADED // launch["CHUNK"], EXACT=4, STATES=256, **launch)
-    return dict(COLUMNS=32, SPLITS=4, EXACT=4, STATES=4, **launch)
+    if launch["ROWS"] > 1:
+        return dict(COLUMNS=32, SPLITS=4, EXACT=4, STATES=4, **launch)
+    columns = min(width, _FEW_COLUMNS)
+    while columns < width and total * triton.cdiv(width, columns) > multiprocessors:
+        columns *= 2
+    if columns == _FEW_COLUMNS:
+        launch["num_warps"] = 4
+    return dict(COLUMNS=columns, SPLITS=_LOADED // launch["CHUNK"], EXACT=4, STATES=256, **launch)

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton.runtime import driver
 
 from ...layout import num_words
 
 MAX_PART_ROWS = 16384  # rows of one launch, which bounds the scratch
 MIN_EXACT_LEN = 64
 _MAX_WAVES = 4
+_WIDE_MEMORY = 200 * 1024  # bytes of shared memory that a program of the wide configurations takes
 
 
 class Config(NamedTuple):
@@ -43,11 +45,12 @@ def padded(dim: int) -> int:
 
 # Padded head dim -> kind -> configurations for up to so many rows of a key head; the last one also serves more. That of four
 # rows and 128 columns was the fastest of 20 measured on an H200: a warp a program, next to no spilt registers, the fewest
-# instructions a code. The others follow that rule in the code compiled for sm_90.
+# instructions a code. With 64 columns there is room for twelve such programs, which was faster than eight. The others follow
+# the rule in the code compiled for sm_90.
 _CONFIGS = {
     64: {
         "plain": (
-            Config(4, 128, 32, 1, 2, 8),
+            Config(4, 128, 32, 1, 2, 12, 168),
             Config(16, 128, 32, 4, 2, 4),
             Config(32, 128, 32, 4, 2, 3),
             Config(64, 64, 32, 4, 2, 2),
@@ -80,9 +83,11 @@ _CONFIGS = {
 
 
 @functools.cache
-def _has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may have the 200 KB that the wide configurations take: from Hopper on."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have: 99 KB to 227 KB."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def kind(device: torch.device, precise: bool, masked: bool, shared: bool, width: int) -> str:
@@ -91,7 +96,7 @@ def kind(device: torch.device, precise: bool, masked: bool, shared: bool, width:
         return "frugal"
     if shared and width == 512:
         return "shared"
-    if width >= 256 and not _has_large_shared_memory(device):
+    if width >= 256 and shared_memory(device) < _WIDE_MEMORY:
         return "frugal"
     return "masked" if masked else "plain"
 
@@ -103,7 +108,7 @@ def config(rows: int, width: int, kind: str) -> Config:
 
 
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -114,7 +119,7 @@ def digits(precise: bool) -> int:
 
 def slots(device: torch.device, shared: int) -> int:
     """Programs that run at once."""
-    return _num_multiprocessors(device) * shared
+    return num_multiprocessors(device) * shared
 
 
 @functools.lru_cache(maxsize=4096)
