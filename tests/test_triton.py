@@ -122,7 +122,7 @@ def test_attend_leaves_nan_in_its_row(ops, dtype):
 def test_attend_does_not_depend_on_the_device_it_is_cut_for(ops, num_multiprocessors, monkeypatch):
     from torch_kvq.backends.triton import plan
 
-    monkeypatch.setattr(plan, "_num_multiprocessors", lambda device: num_multiprocessors)
+    monkeypatch.setattr(plan, "num_multiprocessors", lambda device: num_multiprocessors)
     plan.cut.cache_clear()
     for tokens in (1, 700):
         attend_checks.check_attend(ops, DEVICE, Case("cut", tokens=tokens, exact=150, start=tokens // 3))
@@ -185,6 +185,19 @@ def test_encode_and_decode(ops, dim, kind, bits, along_tokens):
 def test_encode_of_odd_vectors(ops, along_tokens, rule):
     dtype = HALF if INTERPRETED else BF16  # the interpreter does not convert denormal bfloat16
     codec_checks.check_encode_of_odd_vectors(ops, DEVICE, 64, along_tokens, rule, dtype, exact=True)
+
+
+@of_operators
+@pytest.mark.parametrize("dim, dtype", [(64, FLOAT), (128, BF16), (80, HALF)])
+def test_encode_beside_a_large_centre(ops, dim, dtype):
+    codec_checks.check_encode_beside_a_large_centre(ops, DEVICE, dim, dtype)
+
+
+@of_operators
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_encode_of_any_magnitude(ops, along_tokens, dtype):
+    codec_checks.check_encode_of_any_magnitude(ops, DEVICE, 128, along_tokens, dtype, exact=True)
 
 
 @of_operators

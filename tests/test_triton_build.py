@@ -80,18 +80,42 @@ def long_attention(dim=128, bits=(3, 3), group=4, queries=1, dtype=torch.bfloat1
     return q, keys, values, around, around, *rest, torch.empty_like(q), torch.empty(q.shape[:3])
 
 
-DECODING = [dict(), dict(bits=(4, 4)), dict(bits=(2, 2)), dict(dim=64), dict(dim=256)]
+DECODING = [dict(), dict(bits=(4, 4)), dict(bits=(2, 2)), dict(dim=64), dict(dim=256), dict(group=8)]
 
 
 @pytest.mark.parametrize("problem", DECODING, ids=str)
-def test_decode_attention_compiles_to_few_registers_and_tensor_cores(ops, compiled, problem):
-    """Warpgroup products with unpacked codes as register operands, one PRMT for four codes, room for two programs an SM."""
+def test_decode_attention_compiles_to_one_warp_and_integer_tensor_cores(ops, compiled, problem):
+    """One PRMT looks up four codes, products are of bytes, and the planned programs of a warp fit an SM beside each other."""
+    from torch_kvq.backends.triton import plan
+
     ops.attend(*long_attention(**problem))
     assert set(compiled) == {"_prepare", "_attend", "_finish"}
-    registers, stack = resources(compiled["_attend"])
-    assert registers <= 200 and stack <= 192  # no stack to speak of with triton 3.6 and 3.7, a little with 3.9
-    assert "wgmma.mma_async" in compiled["_attend"].asm["ptx"] and "prmt.b32" in compiled["_attend"].asm["ptx"]
-    assert compiled["_attend"].metadata.shared <= 48 * 1024
+    attend = compiled["_attend"]
+    assert attend.metadata.num_warps == 1 and resources(attend)[1] <= 512  # at most 112 with triton 3.6, 456 with 3.9
+    assert "s32.s8.s8.s32" in attend.asm["ptx"] and "prmt.b32" in attend.asm["ptx"]
+    config = plan.config(problem.get("group", 4), problem.get("dim", 128), "plain")
+    assert config.shared * 32 * resources(attend)[0] <= 65536
+    assert config.shared * (attend.metadata.shared + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("num_multiprocessors, rows, width, columns", [
+    (132, 32, 128, 32), (108, 32, 128, 64), (132, 256, 128, 128), (132, 256, 64, 64), (132, 64, 256, 128), (1, 8, 32, 32),
+])  # fmt: skip
+def test_a_row_is_cut_no_finer_than_multiprocessors_are_idle(num_multiprocessors, rows, width, columns):
+    options = importlib.import_module("torch_kvq.backends.triton.finish").options(rows, width, num_multiprocessors)
+    assert options["COLUMNS"] == columns and options["num_warps"] == (4 if columns == 32 else 8)
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 132])
+@pytest.mark.parametrize("dim", [64, 128, 512])
+def test_finish_spills_nothing(ops, compiled, dim, num_multiprocessors, monkeypatch):
+    from torch_kvq.backends.triton import plan
+
+    monkeypatch.setattr(plan, "num_multiprocessors", lambda device: num_multiprocessors)
+    plan.cut.cache_clear()
+    ops.attend(*long_attention(dim=dim))
+    assert resources(compiled["_finish"])[1] == 0
+    plan.cut.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -111,8 +135,24 @@ def test_attend_compiles(ops, compiled, problem):
     assert resources(compiled["_attend"])[1] <= 256
 
 
+@pytest.mark.parametrize("limit", [99, 163, 227])
+@pytest.mark.parametrize("dim, dtype", [(64, torch.float32), (80, torch.float16), (128, torch.bfloat16), (128, torch.float32)])
+def test_encode_has_as_many_stages_as_there_is_room_for(ops, compiled, monkeypatch, dim, dtype, limit):
+    from torch_kvq.backends.triton import plan
+
+    monkeypatch.setattr(plan, "shared_memory", lambda device: limit * 1024)
+    x = torch.zeros(1, 2, 70, dim, dtype=dtype)
+    for along_tokens in (False, True):
+        store = make_store(x.float(), 3, along_tokens)
+        ops.encode(x, *store[3:], 0, along_tokens, 0, *store[:3])
+        assert compiled["_encode"].metadata.shared <= limit * 1024
+
+
 @pytest.mark.parametrize("dim", [80, 128, 512])
-def test_the_other_operators_compile(ops, compiled, dim):
+def test_the_other_operators_compile(ops, compiled, dim, monkeypatch):
+    from torch_kvq.backends.triton import plan
+
+    monkeypatch.setattr(plan, "shared_memory", lambda device: 99 * 1024)
     x, parts = torch.zeros(1, 2, 70, dim, dtype=torch.bfloat16), make_rotation("isoquant", dim).tensors()
     for along_tokens in (False, True):
         store = make_store(x.float(), 3, along_tokens)

@@ -1,8 +1,8 @@
 """attend: softmax attention over packed and exact tokens in one launch, between ``prepare`` and ``finish``.
 
 A program takes one block of rows of one key head and one split of the packed tokens, or of the exact ones; packed splits
-come first. Logits are in base 2. The token scale of keys multiplies the scores; that of values is added to the exponent, so
-that float16 weights neither overflow nor lose small values, whatever the scales are.
+come first. Logits are in base 2. The token scale of keys multiplies the scores, that of values the probabilities, which are
+cut into digits then. With few rows a program is one warp: nothing waits for another, and a multiprocessor has a dozen of them.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,8 @@ from .stores import Store, store_of
 from .tiles import (
     LOG2E,
     add_exact,
-    dot_codes,
+    add_values,
+    coordinates,
     exact_scores,
     key_codes,
     key_scores,
@@ -28,11 +29,10 @@ from .tiles import (
     load_tokens,
     positions,
     row_block,
+    sum_of_values,
     token_scales,
     value_codes,
 )
-
-_HEADROOM = tl.constexpr(14.0)  # weights are at most 2 ** 14: room for small ones in float16
 
 
 @triton.jit
@@ -48,23 +48,22 @@ def _masked(x, capped, mask, mask_rows, columns, reached, inside):
 
 
 @triton.jit
-def _softmax(x, offset, peak, total):
-    """One step of the running softmax over logits ``x [N, rows]`` of values that ``2 ** offset [N]`` multiplies.
+def _softmax(x, peak, total):
+    """One step of the running softmax over logits ``x [N, rows]``.
 
-    Returns the weights, the factor of what was summed before, and the new exponents and sums of probabilities.
+    Returns the probabilities, the factor of what was summed before, and the new exponents and sums of probabilities.
     """
-    shifted = x + offset[:, None]
-    new = tl.maximum(peak, tl.max(shifted, 0) - _HEADROOM)
+    new = tl.maximum(peak, tl.max(x, 0))
     safe = tl.where(new == float("-inf"), 0.0, new)
-    weights, kept = tl.exp2(shifted - safe[None, :]), tl.exp2(peak - safe)
-    return weights, kept, new, total * kept + tl.sum(weights * tl.exp2(-offset)[:, None], 0)
+    p, kept = tl.exp2(x - safe[None, :]), tl.exp2(peak - safe)
+    return p, kept, new, total * kept + tl.sum(p, 0)
 
 
 @triton.jit
 def _packed(
-    keys, values, query, rest, factor, bias, capped, mask, mask_rows, inside, batch, head, first, stop, start, length,
+    keys, values, query, factor, addend, bias, capped, mask, mask_rows, inside, batch, head, first, stop, start, length,
     num_sinks, WORDS: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, PRECISE: tl.constexpr, ROWS: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum, exponents and probabilities of packed tokens ``first .. stop`` of which those from ``start`` on are reached."""
@@ -72,22 +71,22 @@ def _packed(
     value_table = code_table(values.levels, VALUE_BITS)
     acc = tl.zeros((VALUE_WIDTH, ROWS), tl.float32)
     peak, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    mass, unit, most = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for now in tl.range(first, stop, TOKENS, num_stages=STAGES):
         tokens = positions(now, TOKENS)
         codes, signs = key_codes(keys, batch, head, tokens, length, KEY_BITS, WORDS, WIDTH)
         scales = token_scales(keys, batch, head, tokens, length)
-        x = key_scores(codes, signs, scales, key_table, query, rest, factor, bias, KEY_BITS)
+        x = key_scores(codes, signs, scales, key_table, query, factor, addend, bias, KEY_BITS, PARTS)
         reached = (tokens >= start) & (tokens < length)
         x = _masked(x, capped, mask, mask_rows, num_sinks + tokens, reached, inside)
-        scales = token_scales(values, batch, head, tokens, length)
-        weights, kept, peak, total = _softmax(x, tl.log2(tl.where(scales > 0, scales, 1.0)), peak, total)
-        weights = tl.where((scales > 0)[:, None], weights, 0.0)
+        p, kept, peak, total = _softmax(x, peak, total)
         if not SHARED:
             codes, signs = value_codes(values, batch, head, now, length, VALUE_BITS, VALUE_DIM, VALUE_WIDTH, TOKENS)
-        high = weights.to(tl.float16)
-        low = (weights - high.to(tl.float32)).to(tl.float16) if PRECISE else None
-        acc = dot_codes(codes, signs, value_table, high, low, acc * kept[None, :], VALUE_BITS, SHARED)
-    return acc, peak, total
+            scales = token_scales(values, batch, head, tokens, length)
+        acc, mass, unit, most = add_values(
+            acc, mass, unit, kept, most, p * scales[:, None], codes, signs, value_table, VALUE_BITS, SHARED, PARTS
+        )
+    return sum_of_values(acc, mass, unit, values.levels, VALUE_BITS), peak, total
 
 
 @triton.jit
@@ -104,9 +103,9 @@ def _exact(
         x = exact_scores(exact_keys, q, batch, head, tokens, count, query_head, query, inside, DIM, WIDTH) * multiplier
         columns = tl.where(tokens < num_sinks, tokens, tokens + length)
         x = _masked(x, capped, mask, mask_rows, columns, tokens < count, inside)
-        weights, kept, peak, total = _softmax(x, tl.zeros((TOKENS,), tl.float32), peak, total)
+        p, kept, peak, total = _softmax(x, peak, total)
         value = load_tokens(exact_values, batch, head, tokens, count, tl.arange(0, VALUE_WIDTH), VALUE_DIM)
-        acc = add_exact(acc * kept[None, :], tl.trans(value), weights)
+        acc = add_exact(acc * kept[None, :], tl.trans(value), p)
     return acc, peak, total
 
 
@@ -116,10 +115,10 @@ _SIZES = "all_rows heads group queries blocks start length exact_len num_sinks s
 
 @triton.jit(do_not_specialize=_SIZES)
 def _attend(
-    q, query, factors, keys, values, exact_keys, exact_values, mask, partial, state, multiplier, capped, all_rows,
+    q, query, biases, keys, values, exact_keys, exact_values, mask, partial, state, multiplier, capped, all_rows,
     heads, group, queries, blocks, start, length, exact_len, num_sinks, split_len, packed_splits, exact_split_len,
     DIM: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, PRECISE: tl.constexpr, ROWS: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     batch, head, inside, index, query_head, token = row_block(tl.program_id(0), group, queries, heads, blocks, ROWS)
@@ -129,17 +128,16 @@ def _attend(
         mask_rows = mask.data + batch * mask.batch + query_head * mask.head + token.to(tl.int64) * mask.query
     if split < packed_splits:
         first = start // 32 * 32 + split * split_len
-        high, low = load_query(query, all_rows, index, inside, WIDTH)
-        if SHARED and not PRECISE:
-            low = None
-        factor = tl.load(factors + 2 * index, inside, 0.0)
-        bias = tl.load(factors + 2 * index + 1, inside, 0.0)
+        words, factor, addend = load_query(query, keys.levels, index, inside, multiplier, WIDTH, KEY_BITS, PARTS)
+        bias = tl.load(biases + index, inside, 0.0)
         acc, peak, total = _packed(
-            keys, values, high, low, factor, bias, capped, mask, mask_rows, inside, batch, head, first,
+            keys, values, words, factor, addend, bias, capped, mask, mask_rows, inside, batch, head, first,
             min(first + split_len, length), start, length, num_sinks, WORDS, WIDTH, VALUE_DIM, VALUE_WIDTH, KEY_BITS,
-            VALUE_BITS, SHARED, PRECISE, ROWS, TOKENS, STAGES,
+            VALUE_BITS, SHARED, PARTS, ROWS, TOKENS, STAGES,
         )  # fmt: skip
+        column = coordinates(VALUE_WIDTH, SHARED)
     else:
+        column = tl.arange(0, VALUE_WIDTH)
         first = (split - packed_splits) * exact_split_len
         acc, peak, total = _exact(
             exact_keys, exact_values, q, query_head, token, multiplier, capped, mask, mask_rows, inside, batch, head, first,
@@ -147,7 +145,6 @@ def _attend(
             EXACT,
         )  # fmt: skip
     place = split.to(tl.int64) * all_rows + index
-    column = tl.arange(0, VALUE_WIDTH)
     tl.store(partial + place[None, :] * VALUE_WIDTH + column[:, None], acc, inside[None, :])
     tl.store(state + 2 * place, peak, inside)
     tl.store(state + 2 * place + 1, total, inside)
@@ -209,22 +206,22 @@ def _attend_part(
     batch, query_heads, queries, dim = q.data.shape
     heads, exact_len = exact_keys.data.shape[1:3]
     group, shared, device = query_heads // heads, values is keys, q.data.device
-    precise = q.data.dtype == torch.float32
+    precise = torch.float32 in (q.data.dtype, out.data.dtype)
     width, value_width = plan.padded(dim), plan.padded(values.dim)
     kind = plan.kind(device, precise, mask is not None, shared, max(width, value_width))
     packed_len = length - start // 32 * 32
     cut = plan.cut(device, batch * heads, group * queries, max(width, value_width), kind, packed_len, exact_len)
     multiplier, capped = (scale / softcap, softcap * LOG2E.value) if softcap else (scale * LOG2E.value, None)
-    query, factors = prepare(q, keys, heads, multiplier)
-    total = query.shape[1]
+    query, biases = prepare(q, keys, heads, multiplier)
+    total = query.shape[0]
     partial, state = plan.scratch(cut, total, value_width, device)
     if partial.numel():
         _attend[(batch * heads * cut.blocks, partial.shape[0])](
-            q, query, factors, keys.packed, values.packed, exact_keys, exact_values, mask, partial, state,
+            q, query, biases, keys.packed, values.packed, exact_keys, exact_values, mask, partial, state,
             multiplier, capped, total, heads, group, queries, cut.blocks, start, length, exact_len, num_sinks,
             cut.split_len, cut.packed_splits, cut.exact_split_len,
             DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, VALUE_DIM=values.dim, VALUE_WIDTH=value_width,
-            KEY_BITS=keys.bits, VALUE_BITS=values.bits, SHARED=shared, PRECISE=precise, ROWS=cut.config.rows,
+            KEY_BITS=keys.bits, VALUE_BITS=values.bits, SHARED=shared, PARTS=plan.digits(precise), ROWS=cut.config.rows,
             TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages, **cut.config.options(),
         )  # fmt: skip
-    finish(partial, state, cut.packed_splits, values, shared, heads, sinks, out, lse)
+    finish(partial, state, cut.packed_splits, values, heads, sinks, out, lse)

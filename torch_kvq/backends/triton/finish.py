@@ -4,13 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
+from . import plan
 from .checks import Dense
-from .planes import TOP_STEPS, in_word
-from .rotation import CHUNK, add_product
+from .rotation import add_product, rows_of
 from .stores import Store
 from .tiles import LOG2E
 
-_COLUMNS = 32
+_FEW_COLUMNS = 32
+_LOADED = 8192  # floats of partial sums that a program of one row loads at once
 
 
 @triton.jit
@@ -59,8 +60,8 @@ _SIZES = "total heads group queries packed_splits splits".split()
 @triton.jit(do_not_specialize=_SIZES)
 def _finish(
     partial, state, values, matrix, sinks, out, lse, total, heads, group, queries, packed_splits, splits,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, EXACT: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -69,22 +70,21 @@ def _finish(
     batch, head = index // queries // (heads * group), query_head // group
     mask = inside[:, None] & (columns < DIM)[None, :]
 
-    top = _peak(state, splits, total, index, inside, sinks, query_head, SPLITS)
+    top = _peak(state, splits, total, index, inside, sinks, query_head, STATES)
     peak = tl.where(top == float("-inf"), 0.0, top)
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
     for first in range(0, DIM, CHUNK):
         chunk = first + tl.arange(0, CHUNK)
         part, mass = _sum(partial, state, 0, packed_splits, total, index, inside, chunk, peak, WIDTH, SPLITS)
-        y = add_product(y, part, matrix, in_word(chunk) if SHARED else chunk, columns, DIM, True)
-    y *= tl.load(values.levels + LEVELS - 1) / TOP_STEPS
+        y = add_product(y, part, matrix, chunk, columns, DIM, True)
     if values.balance is not None:
         balance = values.balance + batch * values.balance_batch + head * values.balance_head
         y *= tl.load(balance[:, None] + columns[None, :], mask, 0.0)
     if values.centre is not None:
         centre = values.centre + batch * values.centre_batch + head * values.centre_head
         y += mass[:, None] * tl.load(centre[:, None] + columns[None, :], mask, 0.0)
-    exact, exact_mass = _sum(partial, state, packed_splits, splits, total, index, inside, columns, peak, WIDTH, SPLITS)
+    exact, exact_mass = _sum(partial, state, packed_splits, splits, total, index, inside, columns, peak, WIDTH, EXACT)
     y += exact
 
     if lse is not None:
@@ -100,30 +100,37 @@ def _finish(
     tl.store(place[:, None] + columns[None, :], y.to(out.data.dtype.element_ty), mask)
 
 
-def _rows(total: int, splits: int) -> tuple[int, int]:
-    """Rows of a program and splits it loads at once: few rows leave multiprocessors idle, many loads hide their latency."""
-    if total > 1024:
-        return 16, 4
-    return (4, 16) if splits <= 16 else (2, 64)
-
-
 def finish(
-    partial: torch.Tensor, state: torch.Tensor, packed_splits: int, values: Store, shared: bool, heads: int,
-    sinks: torch.Tensor | None, out: Dense, lse: Dense | None,
+    partial: torch.Tensor, state: torch.Tensor, packed_splits: int, values: Store, heads: int, sinks: torch.Tensor | None,
+    out: Dense, lse: Dense | None,
 ) -> None:  # fmt: skip
     """Adds ``partial [splits, B * Hq * M, WIDTH]``, the first ``packed_splits`` of them in rotated space, into ``out``.
 
     Args:
         state: ``[splits, B * Hq * M, 2]``: base-2 exponent of a partial sum, and its sum of probabilities.
-        shared: columns of packed partial sums are in the order of keys.
         lse: ``None`` for a plain sum, which nothing divides.
     """
     batch, query_heads, queries, dim = out.data.shape
-    total = batch * query_heads * queries
-    rows, at_once = _rows(total, partial.shape[0])
-    _finish[(triton.cdiv(total, rows), triton.cdiv(dim, _COLUMNS))](
+    total, width = batch * query_heads * queries, partial.shape[2]
+    launch = options(total, width, plan.num_multiprocessors(partial.device))
+    _finish[(triton.cdiv(total, launch["ROWS"]), triton.cdiv(dim, launch["COLUMNS"]))](
         partial, state, values.packed, values.matrix, sinks, out, lse,
-        total, heads, query_heads // heads, queries, packed_splits, partial.shape[0],
-        DIM=dim, WIDTH=partial.shape[2], LEVELS=1 << (values.bits - 1), SHARED=shared, ROWS=rows, COLUMNS=_COLUMNS,
-        SPLITS=at_once,
+        total, heads, query_heads // heads, queries, packed_splits, partial.shape[0], DIM=dim, WIDTH=width, **launch,
     )  # fmt: skip
+
+
+def options(total: int, width: int, multiprocessors: int) -> dict[str, int]:
+    """Rows and columns of a program and what it loads at once: with one row, all states, and as many splits as it can.
+
+    A program loads all partial sums of its rows whatever its columns, so a row is cut no finer than multiprocessors are idle:
+    with few rows the matrix takes longer to come.
+    """
+    launch = rows_of(total, width)
+    if launch["ROWS"] > 1:
+        return dict(COLUMNS=32, SPLITS=4, EXACT=4, STATES=4, **launch)
+    columns = min(width, _FEW_COLUMNS)
+    while columns < width and total * triton.cdiv(width, columns) > multiprocessors:
+        columns *= 2
+    if columns == _FEW_COLUMNS:
+        launch["num_warps"] = 4
+    return dict(COLUMNS=columns, SPLITS=_LOADED // launch["CHUNK"], EXACT=4, STATES=256, **launch)

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton.runtime import driver
 
 from ...layout import num_words
 
 MAX_PART_ROWS = 16384  # rows of one launch, which bounds the scratch
 MIN_EXACT_LEN = 64
 _MAX_WAVES = 4
+_WIDE_MEMORY = 200 * 1024  # bytes of shared memory that a program of the wide configurations takes
 
 
 class Config(NamedTuple):
@@ -41,21 +43,33 @@ def padded(dim: int) -> int:
     return 32 * triton.next_power_of_2(num_words(dim))
 
 
-# Padded head dim -> kind -> configurations for up to so many rows of a key head; the last one also serves more. Chosen in
-# the code compiled for sm_90: next to no spilt registers, then the fewest instructions a code.
+# Padded head dim -> kind -> configurations for up to so many rows of a key head; the last one also serves more. That of four
+# rows and 128 columns was the fastest of 20 measured on an H200: a warp a program, next to no spilt registers, the fewest
+# instructions a code. With 64 columns there is room for twelve such programs, which was faster than eight. The others follow
+# the rule in the code compiled for sm_90.
 _CONFIGS = {
     64: {
-        "plain": (Config(16, 128, 32, 4, 2, 4), Config(32, 128, 32, 4, 2, 3), Config(64, 64, 32, 4, 2, 2)),
+        "plain": (
+            Config(4, 128, 32, 1, 2, 12, 168),
+            Config(16, 128, 32, 4, 2, 4),
+            Config(32, 128, 32, 4, 2, 3),
+            Config(64, 64, 32, 4, 2, 2),
+        ),
         "masked": (Config(16, 128, 32, 4, 2, 2), Config(32, 64, 16, 4, 2, 2)),
         "frugal": (Config(16, 64, 16, 4, 2, 3),),
     },
     128: {
-        "plain": (Config(16, 128, 32, 4, 2, 3, 168), Config(32, 128, 32, 4, 2, 2), Config(64, 64, 32, 4, 2, 2)),
+        "plain": (
+            Config(4, 128, 32, 1, 2, 8),
+            Config(8, 128, 32, 1, 2, 8),
+            Config(32, 128, 32, 4, 2, 2),
+            Config(64, 64, 32, 4, 2, 2),
+        ),
         "masked": (Config(16, 128, 32, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
         "frugal": (Config(16, 64, 16, 4, 2, 2),),
     },
     256: {
-        "plain": (Config(16, 64, 16, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
+        "plain": (Config(4, 64, 16, 1, 2, 8), Config(16, 64, 16, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
         "masked": (Config(16, 64, 16, 4, 2, 2), Config(32, 128, 16, 8, 2, 1)),
         "frugal": (Config(16, 64, 16, 8, 2, 1),),
     },
@@ -69,18 +83,20 @@ _CONFIGS = {
 
 
 @functools.cache
-def _has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may have the 200 KB that the wide configurations take: from Hopper on."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have: 99 KB to 227 KB."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def kind(device: torch.device, precise: bool, masked: bool, shared: bool, width: int) -> str:
-    """What decides registers and shared memory: float32 queries, a mask, wide keys that are the values, the device."""
+    """What decides registers and shared memory: float32 queries or results, a mask, wide shared stores, the device."""
     if precise:
         return "frugal"
     if shared and width == 512:
         return "shared"
-    if width >= 256 and not _has_large_shared_memory(device):
+    if width >= 256 and shared_memory(device) < _WIDE_MEMORY:
         return "frugal"
     return "masked" if masked else "plain"
 
@@ -92,13 +108,18 @@ def config(rows: int, width: int, kind: str) -> Config:
 
 
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def digits(precise: bool) -> int:
+    """Digits of queries and weights: two are as good as 16-bit queries and results, four as float32."""
+    return 4 if precise else 2
 
 
 def slots(device: torch.device, shared: int) -> int:
     """Programs that run at once."""
-    return _num_multiprocessors(device) * shared
+    return num_multiprocessors(device) * shared
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,7 +1,4 @@
-"""pv: weighted sum of the values of every token, by the second half of attend's tiles and its last phase.
-
-Weights times token scales are held in units of the largest of a row so far, so that they fit float16.
-"""
+"""pv: weighted sum of the values of every token, by the second half of attend's tiles and its last phase."""
 
 import torch
 import triton
@@ -12,7 +9,17 @@ from .checks import Dense
 from .finish import finish
 from .planes import code_table
 from .stores import Store, store_of
-from .tiles import add_exact, dot_codes, load_tokens, positions, row_block, token_scales, value_codes
+from .tiles import (
+    add_exact,
+    add_values,
+    coordinates,
+    load_tokens,
+    positions,
+    row_block,
+    sum_of_values,
+    token_scales,
+    value_codes,
+)
 
 
 @triton.jit
@@ -28,7 +35,7 @@ _SIZES = "all_rows heads group queries blocks length exact_len num_sinks split_l
 @triton.jit(do_not_specialize=_SIZES)
 def _pv(
     p, values, exact_values, partial, state, all_rows, heads, group, queries, blocks, length, exact_len, num_sinks, split_len,
-    packed_splits, exact_split_len, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, PRECISE: tl.constexpr,
+    packed_splits, exact_split_len, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     batch, head, inside, index, query_head, token = row_block(tl.program_id(0), group, queries, heads, blocks, ROWS)
@@ -38,23 +45,19 @@ def _pv(
     total = tl.zeros((ROWS,), tl.float32)
     if split < packed_splits:
         table = code_table(values.levels, BITS)
-        unit = tl.zeros((ROWS,), tl.float32)
+        mass, unit, most = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
         first = split * split_len
         for now in tl.range(first, min(first + split_len, length), TOKENS, num_stages=STAGES):
             tokens = positions(now, TOKENS)
             weights = _load_weights(rows, num_sinks + tokens, tokens < length, inside)
             total += tl.sum(weights, 0)
             weights *= token_scales(values, batch, head, tokens, length)[:, None]
-            largest = tl.maximum(unit, tl.max(tl.abs(weights), 0))
-            divisor = tl.where(largest > 0, largest, 1.0)
-            weights /= divisor[None, :]
             codes, signs = value_codes(values, batch, head, now, length, BITS, DIM, WIDTH, TOKENS)
-            high = weights.to(tl.float16)
-            low = (weights - high.to(tl.float32)).to(tl.float16) if PRECISE else None
-            acc = dot_codes(codes, signs, table, high, low, acc * (unit / divisor)[None, :], BITS, False)
-            unit = largest
-        acc *= unit[None, :]
+            acc, mass, unit, most = add_values(acc, mass, unit, 1.0, most, weights, codes, signs, table, BITS, False, PARTS)
+        acc = sum_of_values(acc, mass, unit, values.levels, BITS)
+        column = coordinates(WIDTH, False)
     else:
+        column = tl.arange(0, WIDTH)
         first = (split - packed_splits) * exact_split_len
         for now in tl.range(first, min(first + exact_split_len, exact_len), EXACT, num_stages=1):
             tokens = now + tl.arange(0, EXACT)
@@ -63,7 +66,7 @@ def _pv(
             value = load_tokens(exact_values, batch, head, tokens, exact_len, tl.arange(0, WIDTH), DIM)
             acc = add_exact(acc, tl.trans(value), weights)
     place = split.to(tl.int64) * all_rows + index
-    tl.store(partial + place[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None], acc, inside[None, :])
+    tl.store(partial + place[None, :] * WIDTH + column[:, None], acc, inside[None, :])
     tl.store(state + 2 * place, tl.zeros((ROWS,), tl.float32), inside)
     tl.store(state + 2 * place + 1, total, inside)
 
@@ -99,7 +102,7 @@ def _pv_part(p: Dense, values: Store, exact_values: Dense, length: int, num_sink
         _pv[(batch * heads * cut.blocks, partial.shape[0])](
             p, values.packed, exact_values, partial, state, total, heads, group, queries, cut.blocks, length, exact_len,
             num_sinks, cut.split_len, cut.packed_splits, cut.exact_split_len,
-            DIM=dim, WIDTH=width, BITS=values.bits, PRECISE=precise, ROWS=cut.config.rows, TOKENS=cut.config.tokens,
+            DIM=dim, WIDTH=width, BITS=values.bits, PARTS=plan.digits(precise), ROWS=cut.config.rows, TOKENS=cut.config.tokens,
             EXACT=cut.config.exact, STAGES=cut.config.stages, **cut.config.options(),
         )  # fmt: skip
-    finish(partial, state, cut.packed_splits, values, False, heads, None, out, None)
+    finish(partial, state, cut.packed_splits, values, heads, None, out, None)

@@ -25,24 +25,23 @@ _SIZES = "all_rows heads group queries blocks length exact_len num_sinks split_l
 
 @triton.jit(do_not_specialize=_SIZES)
 def _qk(
-    q, query, factors, keys, exact_keys, out, all_rows, heads, group, queries, blocks, length, exact_len, num_sinks, split_len,
+    q, query, biases, keys, exact_keys, out, all_rows, heads, group, queries, blocks, length, exact_len, num_sinks, split_len,
     packed_splits, exact_split_len, DIM: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     batch, head, inside, index, query_head, token = row_block(tl.program_id(0), group, queries, heads, blocks, ROWS)
     rows = out.data + batch * out.batch + query_head * out.head + token.to(tl.int64) * out.token
     split = tl.program_id(1)
     if split < packed_splits:
-        high, low = load_query(query, all_rows, index, inside, WIDTH)
-        factor = tl.load(factors + 2 * index, inside, 0.0)
-        bias = tl.load(factors + 2 * index + 1, inside, 0.0)
+        words, factor, addend = load_query(query, keys.levels, index, inside, 1.0, WIDTH, BITS, PARTS)
+        bias = tl.load(biases + index, inside, 0.0)
         table = code_table(keys.levels, BITS)
         first = split * split_len
         for now in tl.range(first, min(first + split_len, length), TOKENS, num_stages=STAGES):
             tokens = positions(now, TOKENS)
             codes, signs = key_codes(keys, batch, head, tokens, length, BITS, WORDS, WIDTH)
             scales = token_scales(keys, batch, head, tokens, length)
-            scores = key_scores(codes, signs, scales, table, high, low, factor, bias, BITS)
+            scores = key_scores(codes, signs, scales, table, words, factor, addend, bias, BITS, PARTS)
             _store(out, rows, inside, num_sinks + tokens, tokens < length, scores)
     else:
         first = (split - packed_splits) * exact_split_len
@@ -75,12 +74,14 @@ def _qk_part(q: Dense, keys: Store, exact_keys: Dense, length: int, num_sinks: i
     batch, query_heads, queries, dim = q.data.shape
     heads, exact_len = exact_keys.data.shape[1:3]
     group, width = query_heads // heads, plan.padded(dim)
-    kind = plan.kind(q.data.device, q.data.dtype == torch.float32, False, False, width)
+    precise = q.data.dtype == torch.float32
+    kind = plan.kind(q.data.device, precise, False, False, width)
     cut = plan.cut(q.data.device, batch * heads, group * queries, width, kind, length, exact_len)
-    query, factors = prepare(q, keys, heads, 1.0)
+    query, biases = prepare(q, keys, heads, 1.0)
     _qk[(batch * heads * cut.blocks, cut.packed_splits + cut.exact_splits)](
-        q, query, factors, keys.packed, exact_keys, out, query.shape[1], heads, group, queries, cut.blocks, length, exact_len,
+        q, query, biases, keys.packed, exact_keys, out, query.shape[0], heads, group, queries, cut.blocks, length, exact_len,
         num_sinks, cut.split_len, cut.packed_splits, cut.exact_split_len,
-        DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, BITS=keys.bits, ROWS=cut.config.rows,
-        TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages, **cut.config.options(),
+        DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, BITS=keys.bits, PARTS=plan.digits(precise),
+        ROWS=cut.config.rows, TOKENS=cut.config.tokens, EXACT=cut.config.exact, STAGES=cut.config.stages,
+        **cut.config.options(),
     )  # fmt: skip

@@ -164,7 +164,7 @@ def attend_selected(q, keys, values, indices, count, mask, scale, softcap, out, 
     if not lse.numel():
         return
     programs = batch * selections * triton.cdiv(rows, _ROWS)
-    parts = max(1, min(triton.cdiv(capacity, _TOKENS), plan._num_multiprocessors(device) * 4 // programs))
+    parts = max(1, min(triton.cdiv(capacity, _TOKENS), plan.num_multiprocessors(device) * 4 // programs))
     outs, lses = torch.empty(parts, *out.shape, device=device), torch.empty(parts, *lse.shape, device=device)
     dtypes = {q.dtype, keys[0].dtype, values[0].dtype}
     with plan.on_device(q):

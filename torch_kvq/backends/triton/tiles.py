@@ -1,13 +1,17 @@
 """Steps of attend, qk and pv on one tile of tokens. Scores stand as ``[tokens, rows]``, sums as ``[coordinates, rows]``, so
-that the unpacked tile is always the left operand, which tensor cores take from registers.
+that the unpacked tile is always the left operand, which tensor cores take from registers. Rows of a tile of scores are tokens
+in the order of :func:`positions`: a thread has four that are neighbours where they are summed, and packs them into one word.
 """
 
 import triton
 import triton.language as tl
 
-from .planes import code_values, in_word, load_codes
+from .digits import BASE, TOP_DIGIT, digit_words, dot_digits
+from .planes import TOP_STEPS, code_values, in_word, load_codes, spread
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+_FLOOR = tl.constexpr(2.0**-10)
 
 # The interpreter would multiply the bit patterns of bfloat16.
 _WIDENED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -22,18 +26,6 @@ def row_block(block, group, queries, heads, blocks, ROWS: tl.constexpr):
     pair = (block // blocks).to(tl.int64)
     head = pair % heads
     return pair // heads, head, row < rows, pair * rows + row, head * group + row // queries, row % queries
-
-
-@triton.jit
-def dot_codes(codes, signs, table, right, rest, acc, BITS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """``acc`` plus unpacked codes times ``right + rest``, float16 both; ``rest`` is ``None`` where 11 bits suffice."""
-    left = code_values(codes, signs, table, BITS)
-    if TRANSPOSED:
-        left = tl.trans(left)
-    acc = tl.dot(left, right, acc)
-    if rest is not None:
-        acc = tl.dot(left, rest, acc)
-    return acc
 
 
 @triton.jit
@@ -54,21 +46,22 @@ def key_codes(keys, batch, head, tokens, length, BITS: tl.constexpr, WORDS: tl.c
     mag = keys.mag + batch * keys.mag_batch + head * keys.mag_head
     inside = (token < length) & (word < WORDS)
     sign_unit, mag_unit, plane = word_strides(keys, WORDS, BITS)
-    return load_codes(sign + token * sign_unit + word, mag + token * mag_unit + word, plane, inside, BITS)
+    return load_codes(sign + token * sign_unit + word, mag + token * mag_unit + word, plane, inside, BITS, False)
 
 
 @triton.jit
 def value_codes(
     values, batch, head, first, length, BITS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """Codes of coordinates of values ``first .. first + TOKENS``: ``[WIDTH, TOKENS / 32, 4]``."""
+    """Codes of values ``first .. first + TOKENS``, coordinate ``spread(x)`` at ``x``: ``[WIDTH, TOKENS / 32, 4]``."""
     coordinate = tl.arange(0, WIDTH)[:, None]
     block = first // 32 + tl.arange(0, TOKENS // 32)[None, :]
     sign = values.sign + batch * values.sign_batch + head * values.sign_head
     mag = values.mag + batch * values.mag_batch + head * values.mag_head
     inside = (block * 32 < length) & (coordinate < DIM)
     sign_unit, mag_unit, plane = word_strides(values, DIM, BITS)
-    return load_codes(sign + block * sign_unit + coordinate, mag + block * mag_unit + coordinate, plane, inside, BITS)
+    sign, mag = sign + block * sign_unit + coordinate, mag + block * mag_unit + coordinate
+    return load_codes(sign, mag, plane, inside, BITS, True)
 
 
 @triton.jit
@@ -79,19 +72,63 @@ def token_scales(store, batch, head, tokens, length):
 
 
 @triton.jit
-def load_query(query, total, index, inside, WIDTH: tl.constexpr):
-    """Both parts of prepared queries ``[2, total, WIDTH]`` as ``[WIDTH, rows]``."""
-    place = query + index[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
-    rest = place + total.to(tl.int64) * WIDTH
-    return tl.load(place, inside[None, :], 0.0), tl.load(rest, inside[None, :], 0.0)
+def load_query(query, levels, index, inside, multiplier, WIDTH: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr):
+    """Digits of rotated queries ``[total, WIDTH]`` as a right operand, and the factor and the addend of a row's products."""
+    column = in_word(4 * tl.arange(0, WIDTH // 4)[:, None] + tl.arange(0, 4)[None, :])
+    x = tl.load(query + index[None, None, :] * WIDTH + column[:, :, None], inside[None, None, :], 0.0)
+    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    unit = tl.where(largest > 0, largest, 1.0) / TOP_DIGIT
+    x *= (1 / unit)[None, None, :]
+    factor = unit * (tl.load(levels + (1 << (BITS - 1)) - 1) / TOP_STEPS * multiplier)
+    return digit_words(x, PARTS), factor / BASE, factor / 2 * tl.sum(tl.sum(x, 1), 0)
 
 
 @triton.jit
-def key_scores(codes, signs, scales, table, query, rest, factor, bias, BITS: tl.constexpr):
+def key_scores(codes, signs, scales, table, query, factor, addend, bias, BITS: tl.constexpr, PARTS: tl.constexpr):
     """Logits ``[N, rows]`` of unpacked keys."""
-    acc = tl.zeros((codes.shape[0], query.shape[1]), tl.float32)
-    dots = dot_codes(codes, signs, table, query, rest, acc, BITS, False)
-    return dots * scales[:, None] * factor[None, :] + bias[None, :]
+    dots = dot_digits(code_values(codes, signs, table, BITS), query, PARTS)
+    return (dots * factor[None, :] + addend[None, :]) * scales[:, None] + bias[None, :]
+
+
+@triton.jit
+def add_values(
+    acc, mass, unit, kept, most, weights, codes, signs, table, BITS: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr
+):
+    """Adds unpacked values times ``weights [N, rows]`` to ``acc [WIDTH, rows]``, the weights themselves to ``mass``.
+
+    ``acc`` is in units of ``unit``, ``most`` is the largest weight so far; ``kept`` multiplies all that was before. The unit
+    follows the largest weight of a tile, so that digits do not run out, but for so little that it is lost beside ``most``.
+
+    Returns:
+        The new ``acc``, ``mass``, ``unit`` and ``most``.
+    """
+    N: tl.constexpr = weights.shape[0]
+    ROWS: tl.constexpr = weights.shape[1]
+    largest = tl.max(tl.abs(weights), 0)
+    most = tl.maximum(most * kept, largest)
+    new = tl.maximum(tl.maximum(largest, most * _FLOOR), 1e-30) / TOP_DIGIT
+    by_four = tl.permute(tl.reshape(weights * (1 / new)[None, :], (N // 32, 4, 8, ROWS)), (0, 2, 1, 3))
+    words = digit_words(tl.reshape(by_four, (N // 4, 4, ROWS)), PARTS)
+    left = code_values(codes, signs, table, BITS)
+    if SHARED:
+        WIDTH: tl.constexpr = left.shape[1]
+        left = tl.permute(tl.reshape(left, (N // 32, 4, 8, WIDTH)), (3, 0, 2, 1))
+        left = tl.reshape(left, (WIDTH, N))
+    acc = acc * (unit * kept / new)[None, :] + dot_digits(left, words, PARTS)
+    return acc, mass * kept + tl.sum(weights, 0), new, most
+
+
+@triton.jit
+def sum_of_values(acc, mass, unit, levels, BITS: tl.constexpr):
+    """What :func:`add_values` summed, with the half steps, in the units of the values."""
+    step = tl.load(levels + (1 << (BITS - 1)) - 1) / TOP_STEPS
+    return (acc * (unit / BASE)[None, :] + mass[None, :] / 2) * step
+
+
+@triton.jit
+def coordinates(WIDTH: tl.constexpr, SHARED: tl.constexpr):
+    """Coordinates of the rows of a sum of packed values."""
+    return in_word(tl.arange(0, WIDTH)) if SHARED else spread(tl.arange(0, WIDTH))
 
 
 @triton.jit
@@ -146,4 +183,4 @@ def add_exact(acc, value, weights):
 @triton.jit
 def positions(first, TOKENS: tl.constexpr):
     """Tokens of an unpacked tile in the order of its rows."""
-    return first + in_word(tl.arange(0, TOKENS))
+    return first + in_word(spread(tl.arange(0, TOKENS)))
