@@ -292,13 +292,14 @@ def _launch(x: Dense, store: Store, rule: int, along_tokens: bool, start: int) -
     with plan.on_device(x.data):
         _encode[(triton.cdiv(tiles, each), batch * heads)](
             x, store.packed, store.matrix, heads, start, start + tokens, each,
-            DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, CHUNK=width if width <= 128 else 8192 // width, BITS=store.bits, RULE=rule,
-            ALONG_TOKENS=along_tokens, TOKENS=size, STAGES=_stages(x.data, size, width), num_warps=4 if width <= 128 else 8,
+            DIM=dim, WORDS=plan.num_words(dim), WIDTH=width, CHUNK=width if width <= 128 else 8192 // width,
+            BITS=store.bits, RULE=rule, ALONG_TOKENS=along_tokens, TOKENS=size,
+            STAGES=_stages(x.data, size, width), num_warps=4 if width <= 128 else 8,
         )  # fmt: skip
 
 
 def _stages(x: torch.Tensor, tokens: int, width: int) -> int:
-    """Tiles of ``tokens`` vectors on the way at once: up to three, beside both parts of a whole matrix and a part of vectors."""
+    """Tiles of ``tokens`` vectors on the way at once: up to three, beside the parts of the matrix and of vectors."""
     if width > 128:
         return 2
     parts = 2 * width * (2 * width + (0 if x.dtype == torch.bfloat16 else tokens))
