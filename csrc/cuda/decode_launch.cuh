@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <mutex>
 
 #include "decode_attend.h"
 #include "decode_small.cuh"
@@ -128,8 +127,6 @@ struct DecodeLaunch {
     } else if (!parts.room) {
       start(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
     } else if constexpr (S::SHORT) {
-      static std::mutex mutex;  // threads with other sizes change the kernel's limit
-      std::lock_guard<std::mutex> lock(mutex);
       start(short_kernel<T, S>, THREADS, S::short_size(parts.room));
     }
     if (parts.clustered) return;
