@@ -4,13 +4,14 @@ The checks are those of ``cuda_host``, where an emulator runs the same kernels w
 here: streams, graphs, other devices, tensors in the wrong place.
 """
 
+import concurrent.futures
 import re
 
 import pytest
 import torch
 from cuda_host import attend_checks, codec_checks
 from cuda_host.attend_checks import in_dtype, moved, named
-from op_cases import CASES, Case, problem, relative_error
+from op_cases import CASES, Case, encode, make_store, problem, relative_error
 from test_ops import ARGUMENTS, BAD, CALLS, calls, outputs_of, visible_outputs
 
 from torch_kvq import backends, ops
@@ -40,6 +41,12 @@ def test_attend(case, dtype):
 @pytest.mark.parametrize("case", attend_checks.FEW_ROW_CASES + attend_checks.CARD_CASES, ids=named)
 def test_attend_of_few_rows(case):
     attend_checks.check_few_rows(ops, DEVICE, case)
+
+
+@pytest.mark.parametrize("tokens", [100, 4097])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_attend_of_no_rows(dim, tokens):
+    attend_checks.check_no_rows(ops, DEVICE, Case("none", dim=dim, tokens=tokens, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,6 +124,21 @@ def test_encode_of_many_tokens_and_of_flushes(along_tokens, rule):
 def test_encode_of_keys_and_values_at_once(dim, bits, heads, pieces):
     for dtype in (torch.bfloat16, torch.float16):
         codec_checks.check_encode_kv(ops, DEVICE, (dim, dim), (bits, bits), "isoquant", dtype, heads, pieces)
+
+
+def test_threads_encode_keys_and_values():
+    """One kernel, which needs less shared memory for values than for keys, launched by two threads at once."""
+    x = torch.randn(1, 2, 40, 256, device=DEVICE, dtype=torch.bfloat16)
+    stores = [moved(make_store(x.cpu(), 2, along, centre=False, balance=False, fill=False), DEVICE) for along in (False, True)]
+
+    def encode_often(along):
+        for _ in range(3000):
+            encode(ops.encode, x, stores[along], along)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(encode_often, along) for along in (False, True)]:
+            done.result()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dims, bits, kind, dtype, plain", codec_checks.APART)

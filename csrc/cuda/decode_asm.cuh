@@ -2,6 +2,7 @@
 //   m16n8k32 int8   A: row g | g+8, k = 4c .. 4c+3 | 16+4c ..   B: column g, same k    C: row g | g+8, columns 2c, 2c+1
 #pragma once
 
+#include "devices.h"
 #include "launches.cuh"
 #include "tiles_asm.cuh"
 

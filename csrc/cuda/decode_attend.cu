@@ -40,6 +40,7 @@ bool gapless(const Store &s, int64_t unit) {
 }  // namespace
 
 bool decode_fits(const Attention &a) {
+  if (a.batch * a.rows == 0) return false;
   if (a.shared || a.rows > MAX_ROWS || a.q.dtype == FLOAT32 || (a.length && a.start >= a.length) || !(a.scale > 0))
     return false;
   if (a.out.dtype != a.q.dtype ||

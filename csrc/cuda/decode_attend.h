@@ -8,7 +8,7 @@
 namespace kvq {
 namespace cuda {
 
-// Whether launch_decode has a kernel for the problem: bfloat16 or float16, at most 128 rows a head, head dims and bits
+// Whether launch_decode has a kernel for the problem: bfloat16 or float16, 1 to 128 rows a head, head dims and bits
 // in its table, tensors aligned to 16 bytes and packed without gaps.
 bool decode_fits(const Attention &a);
 // Bytes of scratch that launch_decode needs; none where CTAs end the rows themselves.

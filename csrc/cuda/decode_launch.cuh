@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <mutex>
 
 #include "decode_attend.h"
 #include "decode_small.cuh"
@@ -20,15 +19,13 @@ constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 
 template <class T, class S>
 struct DecodeLaunch {
   using Small = SmallShape<S>;
-  // CTAs of the card that run at the same time; all cards of a machine are taken to be alike.
+  // CTAs of the card that run at the same time.
   static int blocks_at_once() {
-    static int blocks = count_at_once(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
-    return blocks;
+    return once_a_device([] { return count_at_once(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE); });
   }
   template <int TILES>
   static int short_blocks_at_once() {
-    static int blocks = count_at_once(short_kernel<T, S>, THREADS, S::short_size(TILES));
-    return blocks;
+    return once_a_device([] { return count_at_once(short_kernel<T, S>, THREADS, S::short_size(TILES)); });
   }
 
   // How many clusters of n CTAs run at the same time, in place n.
@@ -42,15 +39,15 @@ struct DecodeLaunch {
   // Whether the parts of each of so many heads are made by a cluster of the long kernel, all of them at the same time.
   static bool fit_clusters(int64_t parts, int64_t heads) {
     if (S::EXACT_APART || parts > MAX_CLUSTER) return false;
-    static const auto at_once = count_clusters(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
+    auto at_once = once_a_device([] { return count_clusters(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE); });
     return parts == 1 || heads <= at_once[parts];
   }
 
   // Short contexts of few heads: a cluster each, two tiles a CTA and two steps of exact tokens a warp at most.
   static bool cut_small(const Attention &a, Parts &parts) {
     if constexpr (Small::EXISTS) {
-      static const int at_once =
-          count_clusters_at_once(small_kernel<T, S>, Small::CTAS, Small::NUM_THREADS, Small::SIZE);
+      int at_once = once_a_device(
+          [] { return count_clusters_at_once(small_kernel<T, S>, Small::CTAS, Small::NUM_THREADS, Small::SIZE); });
       int64_t heads = a.batch * a.heads * ceil_div(a.rows, S::NUM_ROWS);
       if (heads > (at_once < SMALL_HEADS ? at_once : SMALL_HEADS)) return false;
       if (parts.num_tiles < 1 || parts.num_tiles > Small::TEAMS * Small::CTAS) return false;
@@ -128,8 +125,6 @@ struct DecodeLaunch {
     } else if (!parts.room) {
       start(decode_kernel<T, S>, 32 * S::LONG_WARPS, S::SIZE);
     } else if constexpr (S::SHORT) {
-      static std::mutex mutex;  // threads with other sizes change the kernel's limit
-      std::lock_guard<std::mutex> lock(mutex);
       start(short_kernel<T, S>, THREADS, S::short_size(parts.room));
     }
     if (parts.clustered) return;

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <mutex>
+
 namespace kvq {
 namespace cuda {
 
@@ -19,6 +21,13 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Held from where a kernel's limit of shared memory is set until it is launched: threads with other sizes change it.
+template <class... Parameters>
+std::mutex &mutex_of(void (*)(Parameters...)) {
+  static std::mutex mutex;
+  return mutex;
 }
 
 // Launches a kernel that calls wait_for_kernels_ahead, in clusters of `cluster` CTAs, more than one of them from sm_90
@@ -37,8 +46,11 @@ void launch_clusters_behind(void (*kernel)(Parameters...), dim3 grid, dim3 clust
   attributes[1].val.clusterDim.x = cluster.x, attributes[1].val.clusterDim.y = cluster.y;
   attributes[1].val.clusterDim.z = cluster.z;
   config.attrs = attributes, config.numAttrs = cluster.x * cluster.y * cluster.z > 1 ? 2 : 1;
-  if (shared_bytes > MANY_BYTES)
+  std::unique_lock<std::mutex> lock(mutex_of(kernel), std::defer_lock);
+  if (shared_bytes > MANY_BYTES) {
+    lock.lock();
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  }
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 

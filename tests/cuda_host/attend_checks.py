@@ -157,6 +157,19 @@ def check_few_rows(ops, device, case):
         assert (lse[:, :, 0] == -torch.inf).all() and (out[:, :, 0] == 0).all()
 
 
+def check_no_rows(ops, device, case):
+    """A batch without sequences, and sequences without query tokens: there is nothing to do."""
+    (q, keys, values, exact_keys, exact_values, *rest), _, expected, _ = problem(case)
+    nobody = [[x[:0] if x.ndim > 2 and i < 6 else x for i, x in enumerate(store)] for store in (keys, values)]
+    for arguments in (
+        (q[:0], *nobody, exact_keys[:0], exact_values[:0], *rest),
+        (q[:, :, :0], keys, values, exact_keys, exact_values, *rest),
+    ):
+        shape = (*arguments[0].shape[:3], expected.shape[-1])
+        out, lse = run_attend(ops, device, arguments, shape, case.dtype)
+        assert out.shape == shape and lse.shape == shape[:-1]
+
+
 def check_scores_and_sums(ops, device, case):
     (q, keys, _, exact_keys, exact_values, *_), values, expected, _ = problem(case)
     length, num_sinks, shape = case.tokens, case.num_sinks, (*q.shape[:3], case.tokens + case.exact)

@@ -2,6 +2,7 @@
 // counted from its beginning.
 #pragma once
 
+#include "devices.h"
 #include "launches.cuh"
 #include "tiles_asm.cuh"
 
@@ -76,7 +77,7 @@ int count_at_once(Kernel, int, int) {
 // As many clusters as that card has room for; none of two, so that parts are combined by a second launch too.
 template <class Kernel>
 int count_clusters_at_once(Kernel, int size, int, int) {
-  return size == 2 ? 0 : 8 / size;
+  return size == 2 || !emulated::has_clusters() ? 0 : 8 / size;
 }
 
 template <int COUNT>

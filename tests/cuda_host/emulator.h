@@ -77,6 +77,7 @@ void wait_for_cluster();
 int rank_in_cluster();
 // What lies `offset` bytes into the dynamic shared memory of another block of the cluster, which must be alive.
 char *in_cluster(int rank, int64_t offset, int64_t bytes);
+bool has_clusters();  // the current device: device 0 has them
 bool in_shared(const void *address);
 
 struct Launch {

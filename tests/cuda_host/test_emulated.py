@@ -49,6 +49,23 @@ def test_few_rows_have_kernels_of_their_own(ops, dim, tokens, monkeypatch):
     assert not torch.equal(checks.run_attend(ops, "cpu", arguments, expected.shape, case.dtype)[0], tiles)
 
 
+@pytest.mark.parametrize("tokens", [1900, 5000])
+def test_few_rows_on_unlike_cards(ops, tokens, monkeypatch):
+    """Of two cards of a machine the second one has no clusters."""
+    case = checks.Case("unlike", heads=1, tokens=tokens, exact=132, dtype=torch.bfloat16)
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    for device in ("0", "1", "0"):
+        monkeypatch.setenv("KVQ_EMULATE_DEVICE", device)
+        checks.check_few_rows(ops, "cpu", case)
+
+
+@pytest.mark.parametrize("tokens", [100, 4097])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_no_rows(ops, dim, tokens, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_no_rows(ops, "cpu", checks.Case("none", dim=dim, tokens=tokens, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("case", [case for case in checks.SCORE_CASES if case in SMALL_CASES], ids=checks.named)
 def test_scores_and_sums(ops, case):
     checks.check_scores_and_sums(ops, "cpu", case)
