@@ -109,13 +109,14 @@ __device__ inline void save_segment(const TopP &p, const ItemPlan &plan, const I
   }
 }
 
+// The next kernel begins when this one has ended: earlier, its blocks would crowd onto the multiprocessors that are free
+// first.
 __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
     scan_select(const __grid_constant__ SignScan s, const __grid_constant__ TopP p,
                 const __grid_constant__ ItemPlan plan, RowCut *cuts, const __grid_constant__ Marks marks) {
   extern __shared__ uint4 memory[];
   ItemMemory m(memory, plan);
   int t = threadIdx.x, rows = (int)(s.group * s.queries);
-  let_next_kernel_begin();
   for (int i = t; i < SCAN_ROWS * SMALL_BINS / 4; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
   if (t < SCAN_ROWS) m.notes->large[t] = 0;
   __syncthreads();
