@@ -205,10 +205,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exact", type=int, default=0, help="of T, tokens that are exact: sinks and window; a cache has 132")
     parser.add_argument("--prefill", type=int, default=PREFILL, help="tokens to encode")
     args = parser.parse_args(arguments)
-    in_use = [native.cpu_isa(dtype) for dtype in (torch.bfloat16, torch.float32)]
-    args.isas = list(dict.fromkeys(args.isas or in_use)) if args.device == "cpu" else args.isas or ["packed"]
-    if args.device != "cpu" and (wrong := set(args.isas) - {"packed", TWIN}):
-        parser.error(f"--isas must be packed or {TWIN} on a GPU, got {min(wrong)}")
+    there = dict(cpu=native.available_isas() or (native.REFERENCE,), cuda=("packed", TWIN), mps=("packed",))[args.device]
+    in_use = [native.cpu_isa(dtype) for dtype in (torch.bfloat16, torch.float32)] if args.device == "cpu" else there[:1]
+    args.isas = list(dict.fromkeys(args.isas or in_use))
+    if wrong := [isa for isa in args.isas if isa not in there]:
+        parser.error(f"--isas must be among {', '.join(there)} here, got {wrong[0]}")
     given = [tuple(map(int, shape.split(","))) for shape in args.shapes or ()]
     if wrong := [shape for shape in given if len(shape) not in (4, 5)]:
         parser.error(f"--shapes must be [B,]Hq,Hk,d,T each, got {wrong[0]}")

@@ -26,6 +26,7 @@ import timing
 from render import Bar
 
 import torch_kvq
+from torch_kvq.backends import native
 from torch_kvq.evaluate.selectors import default_selectors
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -323,3 +324,12 @@ def test_options_that_cannot_be_measured_are_refused(capsys, options, message):
     with pytest.raises(SystemExit):
         generate.parse(options)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["abacus", "packed", "triton"])
+def test_instruction_sets_that_are_not_here_are_refused(capsys, wrong):
+    """Else another one would be measured under this name."""
+    with pytest.raises(SystemExit):
+        attend.parse(["--isas", native.cpu_isa(), wrong])
+    assert f"--isas must be among {', '.join(native.available_isas())} here, got {wrong}" in capsys.readouterr().err
+    assert attend.parse(["--isas", native.cpu_isa(), native.cpu_isa()]).isas == [native.cpu_isa()]
