@@ -1,5 +1,7 @@
 """Misuse and corners that were once answered wrongly: each test failed when it was written."""
 
+import copy
+import io
 import sys
 
 import demo
@@ -262,3 +264,35 @@ def test_demo_refuses_lengths_it_cannot_show(option, value, monkeypatch, capsys)
     with pytest.raises(SystemExit, match="2"):
         demo.main()
     assert f"{option} must be at least {int(value) + 1}, got {value}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("roles", ["k", "v", "kv"])
+def test_prompts_whose_coordinates_are_apart_in_memory(roles):
+    """Exact tokens are held as they came, but operators take rows with elements side by side only."""
+    caches, (query, *plain) = [IsoQuantCache(ONE_LAYER, **PACKED) for _ in range(2)], torch.randn(3, 2, 2, 100, 32)
+    apart = [x.mT.contiguous().mT if role in roles else x for role, x in zip("kv", plain)]
+    outs = [F.scaled_dot_product_attention(query, *cache.update(*x, 0)) for cache, x in zip(caches, (plain, apart))]
+    assert torch.allclose(*outs, atol=1e-5)
+    for role in "kv":
+        ours, theirs = (cache.layers[0].pieces() for cache in caches)
+        assert ours.is_packed and torch.equal(ours.rebuilt(role), theirs.rebuilt(role))
+
+
+def through_a_file(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("length", [40, 110])
+@pytest.mark.parametrize("how", [copy.deepcopy, through_a_file])
+@pytest.mark.parametrize("kind", ["packed", "rows"])
+def test_a_copy_made_in_inference_mode_is_used_outside(length, how, kind):
+    model, more = tiny_models.build("llama", "sdpa"), tiny_models.prompt(2, 30, seed=3).split(1, 1)
+    cache = IsoQuantCache(**PACKED) if kind == "packed" else RaBitQSparseCache(**PACKED, store="exact", min_dense_len=64)
+    forced_logits(model, cache, [tiny_models.prompt(2, length), *more])
+    with torch.inference_mode():
+        other = how(cache)
+    got = forced_logits(model, other, more)
+    assert torch.equal(got, forced_logits(model, cache, more))

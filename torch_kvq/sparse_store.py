@@ -58,7 +58,7 @@ class RowStore(TokenBuffers):
         return {**self.__dict__, "rows": self.tensors()[0].cpu(), "_memory": None} if self._is_mapped else self.__dict__
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         if self._is_mapped:
             self.rows = self.own(self.rows)
 

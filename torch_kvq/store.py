@@ -95,6 +95,13 @@ class TokenBuffers:
     def changed(self) -> None:
         """Called before tensors are replaced."""
 
+    def __setstate__(self, state: dict) -> None:
+        """Of a copy, or from a file: in inference mode, too, its tensors become such as may be written to outside of it."""
+        self.__dict__.update(state)
+        self.changed()
+        for name in self.token_tensors(1, 1, 0):
+            setattr(self, name, normal(getattr(self, name)))
+
     def map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor with a batch dim by ``function`` of it (reorder, repeat, select)."""
         self.changed()
@@ -228,6 +235,12 @@ class ExactStore:
         self._owned = False
         self._both: torch.Tensor | None = None
 
+    def __setstate__(self, state: dict) -> None:
+        """As that of :class:`TokenBuffers`."""
+        self.__dict__.update(state)
+        if self.key_buffer is not None and self.key_buffer.is_inference():
+            self.hold(normal(self.key_buffer), normal(self.value_buffer))
+
     def hold(self, keys: torch.Tensor, values: torch.Tensor, both: torch.Tensor | None = None) -> None:
         """Takes ``keys`` and ``values``, the halves of ``both`` if that is given, for its buffers."""
         self.key_buffer, self.value_buffer, self._both = keys, values, both
@@ -259,9 +272,10 @@ class ExactStore:
         return sum(b.shape[0] * b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
-        """Adds tokens. The very first ones are held as they are; later ones are copied into a buffer that grows to ``room``."""
+        """Adds tokens. The very first ones are held as they are if an operator can read them, with elements of a row side by
+        side; later ones are copied into a buffer that grows to ``room``."""
         if self.key_buffer is None:
-            self.hold(keys, values)
+            self.hold(*(x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values)))
             self.length = keys.shape[2]
             return
         fresh = keys.shape[2]

@@ -103,7 +103,7 @@ class CompressedLayer(CacheLayerMixin):
             self._step = self.exact.place(1), self.handles(self.pieces(fresh=1))
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_step": None}  # a copied handle is dense
+        return {**self.__dict__, "_step": None, "_lse": None}  # a copied handle is dense, and scratch is made anew
 
     def handles(self, pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor]:
         return KVHandle.make(pieces, "k"), KVHandle.make(pieces, "v")

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from ..store import empty
+from ..store import empty, normal
 from .stats import CacheStats
 
 
@@ -31,6 +31,11 @@ class SparseStats(CacheStats):
     owner: str = dataclasses.field(default="RaBitQSparseCache", repr=False)
     _counts: dict = dataclasses.field(default_factory=dict, repr=False)
     _said_everything: bool = dataclasses.field(default=False, repr=False)
+
+    def __setstate__(self, state: dict) -> None:
+        """As that of ``TokenBuffers``: counts are added to in place, too."""
+        self.__dict__.update(state)
+        self._counts = {key: normal(count) for key, count in self._counts.items()}
 
     def count_selection(self, pieces, selection, candidates) -> None:
         """A call that selected ``selection`` from the body of ``pieces``, from ``candidates`` where the cut was refined."""
