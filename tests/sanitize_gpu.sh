@@ -15,8 +15,9 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m pytest -q -m gpu --collect-only -k "$small" "${files[@]}" "$@" | grep :: | sort -R --random-source=<(yes) >"$work/tests"
-split -n "r/${SHARDS:-4}" "$work/tests" "$work/shard_"
+"$python" -m pytest -q -m gpu --collect-only -k "$small" "${files[@]}" "$@" >"$work/found" || { cat "$work/found" && exit 1; }
+grep :: "$work/found" | sort -R --random-source=<(yes) >"$work/tests"
+split -e -n "r/${SHARDS:-4}" "$work/tests" "$work/shard_" # pytest would take an empty file for all tests
 run() { compute-sanitizer --tool "$1" --error-exitcode 9 "$python" -m pytest -q -x -p no:cacheprovider "@$2"; }
 jobs=()
 for tool in memcheck racecheck; do
