@@ -10,7 +10,7 @@ from torch_kvq import ops
 from torch_kvq.codecs.isoquant import IsoQuantConfig
 from torch_kvq.layout import PACKED_FIELDS
 from torch_kvq.ops import reference
-from torch_kvq.store import ExactStore, PackedStore, append_kv, grown
+from torch_kvq.store import ExactStore, PackedStore, _in_large_elements, append_kv, grown
 
 CPU = torch.device("cpu")
 DIM = 20
@@ -256,6 +256,34 @@ def test_tokens_in_the_middle_are_dropped(value_dim, kernels, monkeypatch):
         keys, values = cat((keys, more[0]), 2), cat((values, more[1]), 2)
         seen.append(store.key_buffer.shape[2])
     assert [calls.count(number) for number in range(5)] == kernels and seen == [64] * 5
+
+
+LAYOUTS = {
+    "dense": lambda x: x,
+    "tokens_first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "one_for_all": lambda x: x[:1].expand(2, -1, -1, -1),
+    "odd_start": lambda x: torch.nn.functional.pad(x, (1, 3))[..., 1:-3],
+    "odd_stride": lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],
+    "coordinates_apart": lambda x: x.mT.contiguous().mT,
+    "foreign": lambda x: torch.frombuffer(b"ab" + x.numpy().tobytes(), dtype=x.dtype, offset=2).view(x.shape),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [20, 21, 22])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_dropped_from_any_layout(layout, dim, dtype):
+    """In elements of 8 bytes where rows consist of such, and begin where a device can read one."""
+    store, pair = ExactStore(), [LAYOUTS[layout](torch.randn(2, 3, 30, dim).to(dtype)) for _ in range(2)]
+    moved = _in_large_elements(pair[0])[0]
+    fits = dim * dtype.itemsize % 8 == 0 and layout in ("dense", "tokens_first", "one_for_all")
+    assert (moved.dtype == torch.int64) == fits
+    store.append(*pair, 12)
+    for _ in range(2):
+        store.drop(4, 9, 12)
+        pair = [torch.cat((x[:, :, :4], x[:, :, 9:]), 2) for x in pair]
+        assert torch.equal(store.keys, pair[0]) and torch.equal(store.values, pair[1])
 
 
 @pytest.mark.parametrize("name", MAPS)

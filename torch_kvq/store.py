@@ -215,9 +215,10 @@ def _buffers(keys: torch.Tensor, values: torch.Tensor, capacity: int) -> tuple[t
 def _in_large_elements(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Views of tensors of one dtype whose elements are of 8 bytes if the rows of all allow that: a thread of a GPU moves one
     element, whatever its size."""
-    by = torch.int64.itemsize // tensors[0].itemsize
+    size, by = torch.int64.itemsize, torch.int64.itemsize // tensors[0].itemsize
     places = [n for x in tensors for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])]
-    if by < 2 or any(x.stride(-1) != 1 for x in tensors) or any(n % by for n in places):
+    # A model's own tensors may begin anywhere, as those of another library do.
+    if by < 2 or any(x.stride(-1) != 1 or x.data_ptr() % size for x in tensors) or any(n % by for n in places):
         return list(tensors)
     return [x.view(torch.int64) for x in tensors]
 
