@@ -180,8 +180,8 @@ def append_kv(keys_store: TokenBuffers, values_store: TokenBuffers, keys: torch.
     """Stores ``keys [B, H, N, D]`` and ``values [B, H, N, Dv]`` behind the last token: at once, as a GPU does faster, if both
     stores are packed as attention reads them, else one after the other."""
     stores = keys_store, values_store
-    ways = [isinstance(store, PackedStore) and store.along_tokens for store in stores]
-    if not isinstance(keys_store, PackedStore) or ways != [False, True] or keys_store.length != values_store.length:
+    packed = all(isinstance(store, PackedStore) for store in stores) and keys_store.length == values_store.length
+    if not packed or keys_store.along_tokens or not values_store.along_tokens:
         keys_store.append(keys)
         values_store.append(values)
         return
