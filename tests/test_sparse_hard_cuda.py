@@ -2,6 +2,7 @@
 tokens: up to four rows a kv head are one launch (``csrc/cuda/sparse_item.cuh``), more are several (``sparse_select.cu``)."""
 
 import dataclasses
+import functools
 
 import pytest
 import test_sparse_cuda
@@ -9,7 +10,7 @@ import test_sparse_item_cuda
 import torch
 from sparse_cases import SparseCase, coded, index_of
 from test_sparse_cuda import HALF, on_gpu
-from test_sparse_item_cuda import ITEM, check_item, of_item
+from test_sparse_item_cuda import ITEM, check_item, check_replays, of_item
 
 from torch_kvq import ops
 from torch_kvq.ops import sparse_reference
@@ -163,19 +164,9 @@ def test_a_graph_of_many_tokens_scans_anew():
     def step():
         ops.sign_top_p_select(*coding, 0, lse, 0.3, scores, indices, count)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-        step()
-    for i in range(10):
+    def turn(sequence):
         terms.copy_(terms.roll(1, 1) * 1.05)
         bias[:, :, 1000] = 0.0
-        bias[i % 8, :, 1000] = 1000.0
-        step()
-        expected = [x.clone() for x in (count, indices)]
-        count.fill_(-1), indices.fill_(-1)
-        graph.replay()
-        assert torch.equal(count, expected[0])
-        valid = torch.arange(131072, device="cuda") < count.unsqueeze(-1)
-        assert torch.equal(indices[valid], expected[1][valid])
+        bias[sequence, :, 1000] = 1000.0
+
+    check_replays(step, [functools.partial(turn, i % 8) for i in range(10)], count, indices)

@@ -135,6 +135,24 @@ def test_segments_are_as_long_as_they_may_be(tokens, kernels):
     check_item(kernels, of_item(case=case), 0.8)
 
 
+def check_replays(step, changes, count, indices):
+    """A captured ``step``, twice a graph, selects what it selects by itself after each of ``changes``."""
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+        step()
+    for change in changes:
+        change()
+        step()
+        expected = [x.clone() for x in (count, indices)]
+        count.fill_(-1), indices.fill_(-1)
+        graph.replay()
+        assert torch.equal(count, expected[0])
+        valid = torch.arange(indices.shape[-1], device="cuda") < count.unsqueeze(-1)
+        assert torch.equal(indices[valid], expected[1][valid])
+
+
 @on_gpu
 def test_a_graph_scans_anew():
     """What blocks of threads tell each other is forgotten from call to call."""
@@ -147,17 +165,7 @@ def test_a_graph_scans_anew():
     def step():
         ops.sign_top_p_select(*coding, 0, lse, 0.8, scores, indices, count)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-        step()
-    for _ in range(20):
+    def turn():
         planes.copy_(planes.roll(1, 1)), terms.copy_(terms.roll(1, 1) * 1.1)
-        step()
-        expected = [x.clone() for x in (count, indices)]
-        count.fill_(-1), indices.fill_(-1)
-        graph.replay()
-        assert torch.equal(count, expected[0])
-        valid = torch.arange(50000, device="cuda") < count.unsqueeze(-1)
-        assert torch.equal(indices[valid], expected[1][valid])
+
+    check_replays(step, 20 * [turn], count, indices)
