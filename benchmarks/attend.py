@@ -199,21 +199,23 @@ def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = timing.arguments(__doc__)
     parser.add_argument("--bits", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=timing.count, default=25)
     parser.add_argument("--isas", nargs="*", help="CPU instruction sets, default those in use; on CUDA packed, triton")
-    parser.add_argument("--shapes", nargs="*", help="[B,]Hq,Hk,d,T each, default a table of two models, on a GPU of five")
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        type=timing.attention_shape,
+        help="[B,]Hq,Hk,d,T each, default a table of two models, on a GPU of five",
+    )
     parser.add_argument("--exact", type=int, default=0, help="of T, tokens that are exact: sinks and window; a cache has 132")
-    parser.add_argument("--prefill", type=int, default=PREFILL, help="tokens to encode")
+    parser.add_argument("--prefill", type=timing.count, default=PREFILL, help="tokens to encode")
     args = parser.parse_args(arguments)
     there = dict(cpu=native.available_isas() or (native.REFERENCE,), cuda=("packed", TWIN), mps=("packed",))[args.device]
     in_use = [native.cpu_isa(dtype) for dtype in (torch.bfloat16, torch.float32)] if args.device == "cpu" else there[:1]
     args.isas = list(dict.fromkeys(args.isas or in_use))
     if wrong := [isa for isa in args.isas if isa not in there]:
         parser.error(f"--isas must be among {', '.join(there)} here, got {wrong[0]}")
-    given = [tuple(map(int, shape.split(","))) for shape in args.shapes or ()]
-    if wrong := [shape for shape in given if len(shape) not in (4, 5)]:
-        parser.error(f"--shapes must be [B,]Hq,Hk,d,T each, got {wrong[0]}")
-    args.shapes = [(1,) * (5 - len(shape)) + shape for shape in given] or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES)
+    args.shapes = args.shapes or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES)
     if args.exact >= min(shape[-1] for shape in args.shapes):
         parser.error(f"--exact must be less than every T, got {args.exact}")
     return args

@@ -178,13 +178,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = timing.arguments(__doc__)
     parser.add_argument("--bits", type=int, default=3, help="of keys and values of the packed stores")
     parser.add_argument("--share", type=float, default=0.1, help="of the tokens to select")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--shapes", nargs="*", help="[B,]Hq,Hk,d,T each")
+    parser.add_argument("--rounds", type=timing.count, default=25)
+    parser.add_argument("--shapes", nargs="*", type=timing.attention_shape, help="[B,]Hq,Hk,d,T each")
     args = parser.parse_args(arguments)
-    given = [tuple(map(int, shape.split(","))) for shape in args.shapes or ()]
-    if wrong := [shape for shape in given if len(shape) not in (4, 5)]:
-        parser.error(f"--shapes must be [B,]Hq,Hk,d,T each, got {wrong[0]}")
-    args.shapes = [(1,) * (5 - len(shape)) + shape for shape in given] or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES)
+    args.shapes = args.shapes or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES)
     if EXACT >= min(shape[-1] for shape in args.shapes):
         parser.error(f"--shapes must have more than {EXACT} tokens each")
     if not 0 < args.share < 1:

@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="that compute, on the CPU")
     parser.add_argument("--tokens", type=int, default=40, help="decoded in each mode")
     parser.add_argument("--accelerate-tokens", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=5, help="of the two sides whose CPU time is compared")
+    parser.add_argument("--rounds", type=timing.count, default=5, help="of the two sides whose CPU time is compared")
     parser.add_argument("--io", default="direct", choices=["direct", "pread", "mmap"])
     parser.add_argument("--io-threads", type=int, default=2)
     parser.add_argument("--layers", type=int, help="of the model on CUDA, default 48")

@@ -159,7 +159,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="one or more, comma-separated; default on the CPU float32,bfloat16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=timing.count, default=5)
     parser.add_argument("--fill", action="store_true", help="random keys and values instead of a prefill")
     args = parser.parse_args(arguments)
     if args.layers and not args.shape:

@@ -98,7 +98,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=timing.count, default=7)
     args = parser.parse_args(arguments)
     args.contexts = [int(context) for context in args.contexts.split(",")]
     args.stores = args.stores.split(",")

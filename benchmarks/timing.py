@@ -96,6 +96,21 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def count(text: str) -> int:
+    """The type of an option that is a number of things, one at least."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def attention_shape(text: str) -> tuple[int, int, int, int, int]:
+    """The type of an option that is a shape ``[B,]Hq,Hk,d,T``."""
+    sizes = text.split(",")
+    if len(sizes) not in (4, 5) or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"must be [B,]Hq,Hk,d,T, whole numbers from 1 on, got {text!r}")
+    return (1,) * (5 - len(sizes)) + tuple(map(int, sizes))
+
+
 def _present(name: str) -> str:
     found = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
     if not found.get(name):

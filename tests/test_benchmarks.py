@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import attend
+import attend_sparse
 import attend_tables
 import caches
 import chart
@@ -324,6 +325,24 @@ def test_options_that_cannot_be_measured_are_refused(capsys, options, message):
     with pytest.raises(SystemExit):
         generate.parse(options)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parse", [attend.parse, attend_sparse.parse])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "4,2,64,900", "a,b,c,d"], "--shapes: must be [B,]Hq,Hk,d,T, whole numbers from 1 on, got 'a,b,c,d'"),
+        (["--shapes", "4,2,64"], "--shapes: must be [B,]Hq,Hk,d,T, whole numbers from 1 on, got '4,2,64'"),
+        (["--shapes", "4,0,64,900"], "--shapes: must be [B,]Hq,Hk,d,T, whole numbers from 1 on, got '4,0,64,900'"),
+        (["--rounds", "0"], "--rounds: must be a whole number from 1 on, got '0'"),
+        (["--rounds", "few"], "--rounds: must be a whole number from 1 on, got 'few'"),
+    ],
+)
+def test_shapes_and_rounds_that_cannot_be_measured_are_refused(capsys, parse, options, message):
+    with pytest.raises(SystemExit):
+        parse(options)
+    assert message in capsys.readouterr().err
+    assert parse(["--shapes", "4,2,64,900", "3,4,2,64,900"]).shapes == [(1, 4, 2, 64, 900), (3, 4, 2, 64, 900)]
 
 
 @pytest.mark.parametrize("wrong", ["abacus", "packed", "triton"])
