@@ -3,8 +3,8 @@
 One file an operator, with its launcher: ``rotate encode decode attend qk pv merge``; those of sparse attention are in
 ``sparse_query`` (queries and keys to codes and signs), ``sparse_scan``, ``sparse_select`` and ``sparse_attend``. ``checks``
 and ``stores`` know the arguments, ``plan`` how the work is cut and the launch configurations, ``planes`` how words become
-operands of tensor cores, ``rotation`` the product with a rotation, ``tiles`` what attend, qk and pv do to a tile, ``prepare``
-and ``finish`` their first and last phase.
+operands of tensor cores, ``digits`` how factors become 8-bit ones, ``rotation`` the product with a rotation, ``tiles`` what
+attend, qk and pv do to a tile, ``prepare`` and ``finish`` their first and last phase.
 """
 
 import collections
