@@ -30,7 +30,7 @@ struct DecodeShape {
   static constexpr int NUM_STATES = EXACT_APART ? WARPS : 2 * WARPS + 2;
   static constexpr int EXACT = STATES + NUM_STATES * NUM_ROWS * (int)sizeof(float2);
   static constexpr int SIZE = EXACT_APART ? EXACT : EXACT + ALL_EXACT;
-  static_assert(ROWS * MERGE_ROW <= Tile::SIZE && (EXACT_APART || 4 * NUM_ROWS * MERGE_ROW <= EXACT_WARP), "sums fit");
+  static_assert(NUM_ROWS * MERGE_ROW <= Tile::SIZE && (EXACT_APART || 4 * NUM_ROWS * MERGE_ROW <= EXACT_WARP), "sums fit");
   // Of a CTA with room for some tiles all of whose warps work on them together.
   static __host__ __device__ constexpr int short_queries(int room) { return larger(4 * room * Tile::SIZE, ALL_EXACT); }
   static constexpr int short_size(int room) { return short_queries(room) + Queries<DIM>::BYTES; }
@@ -208,12 +208,12 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
                           {(float *)(exact_memory + slot * S::EXACT_WARP), S::MERGE_ROW, state[WARPS + slot]}, lane);
   Source source(a, b, h, stop, lane);  // made again: exact tokens need the registers
   source.hold();
-  typename S::Packed::Places at(warp * S::Tile::SIZE, g, c);
+  typename S::Packed::Places at(warp * S::Tile::SIZE, g, c, S::Packed::first_token(g, c));
   if constexpr (S::ROOM) at.hold();
   typename S::Packed packed;
   packed.clear();
   packed.load_queries(queries.bytes, queries.info, g, c);
-  int row = g & (S::NUM_ROWS - 1);
+  int row = S::Packed::row_of(g, c);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
   // Tiles all of whose scores count as they are are these many from `first_plain` on.
   const int first_plain = (a.start + TILE_LEN - 1) / TILE_LEN;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
     float x[S::Packed::TOKENS];
     wait_copy_groups<1>();
     __syncwarp();
-    packed.scores(words, at, keys, g, c, x);
+    packed.scores(words, at, keys, c, x);
     __syncwarp();
     start_keys(source, tile + WARPS);
     wait_copy_groups<1>();

@@ -14,23 +14,18 @@ struct PartPlace {
   float2 *state;  // [rows]: maximum in log2, sum of the weights
 };
 
-// Sums of a lane in floats: columns 2c and 2c + 1 of the products to `to` [ROWS][MERGE_ROW]. A column is a row, or,
-// with up to four rows, a limb of one.
+// Sums of a lane in floats to its rows of `to` [NUM_ROWS][MERGE_ROW].
 template <class S, class Warp>
 __device__ __forceinline__ void store_sums(const Warp &packed, float unit, float *to, int g, int c) {
   float half[Warp::LIMBS][2];
   packed.halves(half, c);
-  auto value = [&](int m, int j, int i) {
-    float x = (float)packed.out[0][m][2 * j + i] + half[0][i];
-    if constexpr (S::OCT) x = 256 * x + (float)packed.out[1][m][2 * j + i] + half[1][i];
-    return x * unit;
-  };
 #pragma unroll
-  for (int i = 0; i < 2; i++)
-    Warp::store_column(to + (2 * c + i) * S::MERGE_ROW, [&](int m, int j) { return value(m, j, i); }, g);
+  for (int i = 0; i < Warp::SUM_ROWS; i++)
+    Warp::store_column(
+        to + Warp::sum_row(i, c) * S::MERGE_ROW, [&](int m, int j) { return packed.sum_of(half, m, j, i) * unit; }, g);
 }
 
-// What the warps of a CTA leave for each other. Packed tokens: warp w its sums at `sums` + w * `pitch`, [ROWS]
+// What the warps of a CTA leave for each other. Packed tokens: warp w its sums at `sums` + w * `pitch`, [NUM_ROWS]
 // [MERGE_ROW], and its states at `state` [w]; exact ones: the `num_exact` shares theirs at `exact` + i * `exact_pitch`
 // and `state` [WARPS + i], before the merge.
 template <class S>
@@ -49,18 +44,14 @@ struct WarpParts {
     return top;
   }
 
-  // Four dims of a row, from `column` on, to `to`; LIMBS of a warp's sums, NUM_ROWS rows apart, belong to the row.
-  template <int LIMBS>
+  // Adds four dims of a row of one warp.
   static __device__ __forceinline__ void add(float4 &total, float &weights, float2 state, float top,
                                              const float *sums) {
     float factor = fast_exp2(state.x - top);
+    float4 v = *(const float4 *)sums;
     weights = fmaf(factor, state.y, weights);
-#pragma unroll
-    for (int l = 0; l < LIMBS; l++) {
-      float4 v = *(const float4 *)(sums + l * S::NUM_ROWS * S::MERGE_ROW);
-      total.x = fmaf(factor, v.x, total.x), total.y = fmaf(factor, v.y, total.y);
-      total.z = fmaf(factor, v.z, total.z), total.w = fmaf(factor, v.w, total.w);
-    }
+    total.x = fmaf(factor, v.x, total.x), total.y = fmaf(factor, v.y, total.y);
+    total.z = fmaf(factor, v.z, total.z), total.w = fmaf(factor, v.w, total.w);
   }
   static __device__ __forceinline__ void store(const PartPlace &to, int row, int column, float top, float weights,
                                                float4 total) {
@@ -73,12 +64,12 @@ struct WarpParts {
   template <int NUM_THREADS, class Warp>
   __device__ __forceinline__ void merge(const Warp &packed, float value_step, int rows, const PartPlace &to,
                                         const PartPlace &to_exact, int thread) const {
-    constexpr int COLUMNS = S::VDIM / 4, LIMBS = S::OCT ? 1 : 2;
+    constexpr int COLUMNS = S::VDIM / 4;
     int warp = thread / 32, lane = thread % 32, g = lane >> 2, c = lane & 3;
     if (warp < WARPS) {
-      float sum = packed.row_sum(), unit = packed.inverse_of_one();
-      if (c == 0 && g < S::NUM_ROWS) state[warp][g] = make_float2(packed.top, sum * unit);
-      store_sums<S>(packed, value_step * unit * (!S::OCT && c < 2 ? 256.0f : 1.0f), sums + warp * pitch, g, c);
+      float sum = Warp::row_sum(packed.sum), unit = packed.inverse_of_one();
+      if (Warp::leads(g, c)) state[warp][Warp::row_of(g, c)] = make_float2(packed.top, sum * unit);
+      store_sums<S>(packed, value_step * unit, sums + warp * pitch, g, c);
     }
     __syncthreads();
     for (int i = thread; i < rows * COLUMNS; i += NUM_THREADS) {
@@ -86,12 +77,12 @@ struct WarpParts {
       float top = top_of(row), weights = 0;
       float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) add<LIMBS>(total, weights, state[w][row], top, sums + w * pitch + at);
+      for (int w = 0; w < WARPS; w++) add(total, weights, state[w][row], top, sums + w * pitch + at);
       store(to, row, column, top, weights, total);
       if (num_exact == 0) continue;
       weights = 0, total = make_float4(0, 0, 0, 0);
       for (int i = 0; i < num_exact; i++)
-        add<1>(total, weights, state[WARPS + i][row], top, exact + i * exact_pitch + at);
+        add(total, weights, state[WARPS + i][row], top, exact + i * exact_pitch + at);
       store(to_exact, row, column, top, weights, total);
     }
   }
@@ -104,7 +95,7 @@ __device__ __forceinline__ void merge_warps(const Results &results, const Warp &
   __shared__ float2 state[WARPS][S::NUM_ROWS];
   const PartPlace to{results.sums + index * S::VDIM, S::VDIM, results.state + index};
   __syncthreads();  // the memory of the sums is that of all warps
-  WarpParts<S> all{sums, ROWS * S::MERGE_ROW, state, nullptr, 0, 0};
+  WarpParts<S> all{sums, S::NUM_ROWS * S::MERGE_ROW, state, nullptr, 0, 0};
   all.template merge<THREADS>(packed, value_step, rows, to, to, threadIdx.x);
 }
 

@@ -1,15 +1,19 @@
 // One warp's attention over packed tokens: scores and sums of values in integers, weights in registers. Nothing but the
 // softmax state and the sums outlives a tile.
 //
-//   scores^T [rows, tokens] = A (queries) . B (keys)   rows g: upper byte of a 16-bit query, rows g + 8: its lower one;
-//                                                      column g is token 2i + g % 2 of block g / 2
-//   sums^T [dims, columns]  = A (values) . B (weights) k are tokens of block c in lane c
+//   scores [tokens, columns] = A (keys) . B (queries)   rows g and g + 8: two tokens of half block g; columns 2 r and
+//                                                       2 r + 1: upper and lower bytes of the 16-bit query of row r
+//   sums^T [dims, columns]   = A (values) . B (weights) k are tokens of block c in lane c; columns as above, of weights
+//                                                       times scales, 15-bit integers
 //
-// The column of a score in lane (g, c) is a token of block c, so the lane that computes a weight is the one that feeds
-// it to the second product. Weights times scales are 15-bit integers, again multiplied byte by byte. With at most four
-// rows a row is held twice (rows g and g + 4): columns 0 .. 3 of the sums belong to upper bytes and 4 .. 7 to lower
-// ones; of the softmax each of the two lanes does one half of a block, and they exchange bytes. With up to eight rows
-// (OCT) upper and lower bytes are multiplied in turn.
+// So lane (g, c) does the softmax of row c for the 16 tokens of half block g, and both bytes of a sum are in one lane.
+// Weights come to the lanes that feed them to the second product as a matrix of 16-bit elements, two bytes each, is
+// transposed. With up to eight rows (OCT) columns are rows, and bytes are multiplied in turn:
+//
+//   scores^T [rows, tokens] = A (queries) . B (keys)    rows g: upper bytes, rows g + 8: lower ones; column g is of half
+//                                                       block g
+//
+// A lane then does the softmax of row g for block c, whose weights it feeds itself.
 #pragma once
 
 #include "decode_mask.cuh"
@@ -18,7 +22,7 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int ROWS = 8;                    // of one A fragment
+constexpr int ROWS = 8;                    // at most
 constexpr float QUERY_TOP = 32512.0f;      // of a 16-bit query: 127 * 256
 constexpr float WEIGHT_TOP_LOG2 = 13.99f;  // of a weight at the maximum when it was taken: just below 2 ** 14
 constexpr float SLACK = 1.0f;              // how far, in log2, a score may pass that maximum
@@ -55,15 +59,36 @@ struct PackedWarp {
   using Places = TilePlaces<L>;
   using Q = QueryMap<DIM>;
   static constexpr int CHUNKS = SUMMED / 32, REST = SUMMED % 32 / 16, MTILES = SUMMED / 16, LIMBS = OCT ? 2 : 1;
-  static constexpr int TOKENS = OCT ? BLOCK_LEN : BLOCK_LEN / 2;  // of a block, whose softmax a lane does
+  static constexpr int HALVES = OCT ? 2 : 1, TOKENS = HALVES * HALF_LEN;  // of a tile, whose softmax a lane does
+  static constexpr int SUM_ROWS = OCT ? 2 : 1;                            // whose sums a lane has
 
-  uint32_t query[L::WORDS][4];  // A fragments of every step
+  // Of lane (g, c): the row whose softmax it does, the first token of a tile that it does, whether it is the first lane
+  // of that row, row `i` of its sums.
+  static __device__ __forceinline__ int row_of(int g, int c) { return OCT ? g : c; }
+  static __device__ __forceinline__ int first_token(int g, int c) { return OCT ? c * BLOCK_LEN : g * HALF_LEN; }
+  static __device__ __forceinline__ bool leads(int g, int c) { return (OCT ? c : g) == 0; }
+  static __device__ __forceinline__ int sum_row(int i, int c) { return OCT ? 2 * c + i : c; }
+  // Over the lanes of a row.
+  template <class Join>
+  static __device__ __forceinline__ float over_row(float x, Join join) {
+#pragma unroll
+    for (int step = OCT ? 1 : 4; step < (OCT ? 4 : 32); step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+  }
+  static __device__ __forceinline__ float row_max(float x) {
+    return over_row(x, [](float x, float y) { return fmaxf(x, y); });
+  }
+  static __device__ __forceinline__ float row_sum(float x) {
+    return over_row(x, [](float x, float y) { return x + y; });
+  }
+
+  uint32_t query[L::WORDS][OCT ? 4 : 2];  // fragments of every step
   RowInfo row;
-  float top, sum;  // maximum (log2) of row g; sum of its weights over this lane's tokens, in units of the integers
+  float top, sum;  // maximum (log2) of the row; sum of its weights over this lane's tokens, in units of the integers
   float unit;      // values' scales are at most this
   float shift;     // bias - top + exponent_of_one()
   int out[LIMBS][MTILES][4];  // sums of integer weights times values' bytes
-  uint32_t total[LIMBS];      // sums of row g's integer weights of block c
+  uint32_t total[LIMBS];      // sums of the weights in column g of block c
 
   __device__ __forceinline__ void clear() {
     top = NO_SCORE, sum = 0, unit = 1e-30f, shift = 0;
@@ -79,13 +104,17 @@ struct PackedWarp {
 
   // `bytes` [2 limbs][ROWS][ROW_BYTES], `info` [ROWS] in shared memory.
   __device__ __forceinline__ void load_queries(const char *bytes, const RowInfo *info, int g, int c) {
-    int place = OCT ? g : g & 3;
-    row = info[place];
+    row = info[row_of(g, c)];
+    const char *from = bytes + 8 * c + (OCT ? g : g / 2 + g % 2 * ROWS) * Q::ROW_BYTES;
 #pragma unroll
     for (int s = 0; s < L::WORDS; s++) {
-      int at = place * Q::ROW_BYTES + 32 * s + 8 * c;
-      uint2 upper = *(const uint2 *)(bytes + at), lower = *(const uint2 *)(bytes + ROWS * Q::ROW_BYTES + at);
-      query[s][0] = upper.x, query[s][1] = lower.x, query[s][2] = upper.y, query[s][3] = lower.y;
+      uint2 two = *(const uint2 *)(from + 32 * s);
+      if constexpr (OCT) {
+        uint2 lower = *(const uint2 *)(from + ROWS * Q::ROW_BYTES + 32 * s);
+        query[s][0] = two.x, query[s][1] = lower.x, query[s][2] = two.y, query[s][3] = lower.y;
+      } else {
+        query[s][0] = two.x, query[s][1] = two.y;
+      }
     }
   }
 
@@ -97,93 +126,108 @@ struct PackedWarp {
     return p;
   }
 
-  // Integer scores of the tokens 2i and 2i + 1 of every block: upper and lower limbs.
-  __device__ __forceinline__ void multiply_keys(const uint32_t *tile, const Places &at, const ByteTable &table, int i,
-                                                int c, int (&acc)[4]) const {
-    const uint32_t *sign = tile + at.key_sign + 2 * i * L::WORDS, *mag = tile + at.key_mag + 2 * i * L::MAG_STRIDE;
-    uint32_t b0, b1;
+  // Levels are half a step above their bytes.
+  __device__ __forceinline__ void begin(int (&acc)[HALVES][4]) const {
 #pragma unroll
-    for (int j = 0; j < 4; j++) acc[j] = 0;
+    for (int k = 0; k < HALVES; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[k][i] = (OCT ? i / 2 : i % 2) ? row.half_sum : 0;
+  }
+
+  // One step of the products of two tokens' bytes with the queries.
+  __device__ __forceinline__ void multiply(int (&acc)[HALVES][4], const uint32_t (&q)[OCT ? 4 : 2],
+                                           const uint32_t (&first)[2], const uint32_t (&second)[2]) const {
+    if constexpr (OCT) {
+      mma_int8<false>(acc[0], q[0], q[1], q[2], q[3], first[0], first[1], acc[0]);
+      mma_int8<false>(acc[1], q[0], q[1], q[2], q[3], second[0], second[1], acc[1]);
+    } else {
+      mma_int8<false>(acc[0], first[0], second[0], first[1], second[1], q[0], q[1], acc[0]);
+    }
+  }
+
+  // Scores of the tokens `first` and `second` of half block g, or of both halves of block c (OCT), still to be
+  // multiplied by their scales and row.factor.
+  __device__ __forceinline__ void multiply_keys(const uint32_t *tile, const Places &at, const ByteTable &table,
+                                                int first, int second, int c, float (&x)[HALVES][2]) const {
+    const uint32_t *sign[2] = {tile + at.key_sign + first * L::WORDS, tile + at.key_sign + second * L::WORDS};
+    const uint32_t *mag[2] = {tile + at.key_mag + first * L::MAG_STRIDE, tile + at.key_mag + second * L::MAG_STRIDE};
+    int acc[HALVES][4];
+    uint32_t bytes[2][2];
+    begin(acc);
 #pragma unroll
     for (int quad = 0; quad < Q::QUADS; quad++) {
-      Planes<KBITS> planes = key_planes(sign, mag, 4 * quad + c);
-      Selectors s = planes.selectors(table);
+      Planes<KBITS> planes[2];
+      Selectors s[2];
+#pragma unroll
+      for (int k = 0; k < 2; k++)
+        planes[k] = key_planes(sign[k], mag[k], 4 * quad + c), s[k] = planes[k].selectors(table);
 #pragma unroll
       for (int phase = 0; phase < 4; phase++) {
-        const uint32_t (&a)[4] = query[4 * quad + phase];
-        planes.bytes(table, s.low(phase), s.high(phase), phase, b0, b1);
-        mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, acc);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+          planes[k].bytes(table, s[k].low(phase), s[k].high(phase), phase, bytes[k][0], bytes[k][1]);
+        multiply(acc, query[4 * quad + phase], bytes[0], bytes[1]);
       }
     }
 #pragma unroll
     for (int word = 4 * Q::QUADS; word < L::WORDS; word++) {
-      Planes<KBITS> planes = key_planes(sign, mag, word);
-      const uint32_t (&a)[4] = query[word];
-      uint32_t s = planes.selector(c);
-      planes.bytes(table, s, s >> 16, c, b0, b1);
-      mma_int8<false>(acc, a[0], a[1], a[2], a[3], b0, b1, acc);
-    }
-  }
-
-  // Scores of eight tokens of block c, the 8 * `eight`-th and later, still to be multiplied by row.factor.
-  __device__ __forceinline__ void eight_scores(const uint32_t *tile, const Places &at, const ByteTable &table,
-                                               int eight, int c, float *x) const {
-    uint4 four = ((const uint4 *)(tile + at.key_scale))[eight];
-    const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      int acc[4];
-      multiply_keys(tile, at, table, 4 * eight + k, c, acc);
-      float2 scale = __half22float2(*(const __half2 *)&pairs[k]);
-      x[2 * k] = (float)((int)table.limb * acc[0] + acc[2] + row.half_sum) * scale.x;
-      x[2 * k + 1] = (float)((int)table.limb * acc[1] + acc[3] + row.half_sum) * scale.y;
+      for (int k = 0; k < 2; k++) {
+        Planes<KBITS> planes = key_planes(sign[k], mag[k], word);
+        uint32_t s = planes.selector(c);
+        planes.bytes(table, s, s >> 16, c, bytes[k][0], bytes[k][1]);
+      }
+      multiply(acc, query[word], bytes[0], bytes[1]);
     }
+    combine(acc, table, x);
   }
 
-  // First of this lane's tokens in its block.
-  static __device__ __forceinline__ int first_token(int g) { return OCT ? 0 : g / 4 * TOKENS; }
+  // Upper and lower bytes of two tokens together.
+  static __device__ __forceinline__ void combine(const int (&acc)[HALVES][4], const ByteTable &table,
+                                                 float (&x)[HALVES][2]) {
+    int limb = (int)table.limb;
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+      for (int k = 0; k < 2; k++)
+        x[h][k] = (float)(OCT ? limb * acc[k][h] + acc[k][2 + h] : limb * acc[0][2 * k] + acc[0][2 * k + 1]);
+  }
 
-  // Of this lane's tokens of block c.
-  __device__ __forceinline__ void scores(const uint32_t *tile, const Places &at, const ByteTable &table, int g, int c,
+  // Of this lane's tokens, still to be multiplied by row.factor.
+  __device__ __forceinline__ void scores(const uint32_t *tile, const Places &at, const ByteTable &table, int c,
                                          float (&x)[TOKENS]) const {
-    if constexpr (OCT) {
+    const uint4 *scales = (const uint4 *)(tile + at.key_scale);
 #pragma unroll
-      for (int eight = 0; eight < BLOCK_LEN / 8; eight++) eight_scores(tile, at, table, eight, c, x + 8 * eight);
-    } else {
-      const uint4 *scales = (const uint4 *)(tile + at.key_scale + first_token(g) / 2);
+    for (int i = 0; i < HALF_LEN / 2; i++) {
+      float two[HALVES][2];
+      multiply_keys(tile, at, table, 2 * i, 2 * i + 1, c, two);
 #pragma unroll
-      for (int i = 0; i < TOKENS / 2; i++) {
-        int first[4], second[4];  // of the two halves
-        multiply_keys(tile, at, table, i, c, first);
-        multiply_keys(tile, at, table, i + TOKENS / 2, c, second);
-        uint4 four = scales[i / 4];
+      for (int h = 0; h < HALVES; h++) {
+        uint4 four = scales[2 * h + i / 4];
         const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
         float2 scale = __half22float2(*(const __half2 *)&pairs[i % 4]);
-        int limb = (int)table.limb, n0 = limb * first[0] + first[2], n1 = limb * first[1] + first[3];
-        int m0 = limb * second[0] + second[2], m1 = limb * second[1] + second[3];
-        x[2 * i] = (float)((g < 4 ? n0 : m0) + row.half_sum) * scale.x;
-        x[2 * i + 1] = (float)((g < 4 ? n1 : m1) + row.half_sum) * scale.y;
+        x[HALF_LEN * h + 2 * i] = two[h][0] * scale.x, x[HALF_LEN * h + 2 * i + 1] = two[h][1] * scale.y;
       }
     }
   }
 
   // Takes the tile's maximum and largest scale where they are higher, and scales what was summed before.
-  __device__ __forceinline__ void raise(float most, float scale_top, int c) {
+  __device__ __forceinline__ void raise(float most, float scale_top, int g, int c) {
     scale_top =
         __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(scale_top, 0))));  // in the order of integers
     float before = unit;
     if (scale_top > unit) unit = UNIT_SLACK * scale_top;
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    if (!OCT) most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
-    most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), top);
+    most = fmaxf(row_max(most), top);
     float keep = fast_exp2(top - most) * (before / unit);
     bool empty = __all_sync(~0u, top == NO_SCORE);  // nothing has been summed
     top = most, sum *= keep, shift = row.bias - top + exponent_of_one();
     if (empty) return;
-    float keep0 = __shfl_sync(~0u, keep, 8 * c), keep1 = __shfl_sync(~0u, keep, 8 * c + 4);
+    // Of columns 2 c and 2 c + 1, and of column g.
+    float keep0 = OCT ? __shfl_sync(~0u, keep, 8 * c) : keep, keep1 = OCT ? __shfl_sync(~0u, keep, 8 * c + 4) : keep;
+    float keep_total = OCT ? keep : __shfl_sync(~0u, keep, g / 2);
 #pragma unroll
     for (int l = 0; l < LIMBS; l++) {
-      total[l] = __float2uint_rn((float)total[l] * keep);
+      total[l] = __float2uint_rn((float)total[l] * keep_total);
 #pragma unroll
       for (int m = 0; m < MTILES; m++)
 #pragma unroll
@@ -191,15 +235,10 @@ struct PackedWarp {
     }
   }
 
-  // Selects limb l of two weights: byte 2 of both (the upper one) or byte 1.
-  static __device__ __forceinline__ uint32_t limb_of_two(int l, int g) {
-    return (OCT ? l == 0 : g < 4) ? 0x0062u : 0x0051u;
-  }
-
   // Scores times `factor` plus `offset` to weights times scales, as bytes of B fragments: weight[.][phase] holds codes
   // n = 0 .. 3 and 4 .. 7. The float 2 ** 15 + w has w's whole part in bits 8 to 22: its limbs are two bytes.
   __device__ __forceinline__ void weights(const float (&x)[TOKENS], const uint32_t (&scale)[TOKENS / 2], float factor,
-                                          float offset, int g, uint32_t (&weight)[LIMBS][4][2]) {
+                                          float offset, uint32_t (&weight)[LIMBS][4][2]) {
     float y[TOKENS];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) {
@@ -209,26 +248,31 @@ struct PackedWarp {
       y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, TOKENS));
       y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, TOKENS));
     }
-    const uint32_t upper = 0x0062u, lower = 0x0051u;  // byte 2 of two words, byte 1
 #pragma unroll
     for (int phase = 0; phase < 4; phase++)
       if constexpr (OCT) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          weight[0][phase][h] = four_bytes(y + 16 * h + phase, upper);
-          weight[1][phase][h] = four_bytes(y + 16 * h + phase, lower);
-        }
-      } else {
-        uint32_t own = four_bytes(y + phase, g < 4 ? upper : lower);
-        uint32_t other = __shfl_xor_sync(~0u, four_bytes(y + phase, g < 4 ? lower : upper), 16);
-        weight[0][phase][0] = g < 4 ? own : other, weight[0][phase][1] = g < 4 ? other : own;
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int l = 0; l < 2; l++) weight[l][phase][h] = four_bytes(y + 16 * h + phase, l);
+      } else {  // what comes back has two tokens of both halves of a block
+        uint32_t two = transposed(two_of_both(y[phase], y[phase + 4]));
+        uint32_t more = transposed(two_of_both(y[phase + 8], y[phase + 12]));
+        weight[0][phase][0] = permute_bytes(two, more, 0x5410u);
+        weight[0][phase][1] = permute_bytes(two, more, 0x7632u);
       }
   }
 
-  // One byte each of x [0], [4], [8] and [12]; `two` selects it from two words.
-  static __device__ __forceinline__ uint32_t four_bytes(const float *x, uint32_t two) {
-    uint32_t low = permute_bytes(__float_as_uint(x[0]), __float_as_uint(x[4]), two);
-    uint32_t high = permute_bytes(__float_as_uint(x[8]), __float_as_uint(x[12]), two);
+  // The upper bytes of two weights in the lower half, their lower bytes in the upper half.
+  static __device__ __forceinline__ uint32_t two_of_both(float x, float y) {
+    return permute_bytes(__float_as_uint(x), __float_as_uint(y), 0x5162u);
+  }
+
+  // The upper (limb 0) or lower bytes of the weights x [0], [step], [2 step] and [3 step].
+  static __device__ __forceinline__ uint32_t four_bytes(const float *x, int limb, int step = 4) {
+    uint32_t two = limb == 0 ? 0x0062u : 0x0051u;
+    uint32_t low = permute_bytes(__float_as_uint(x[0]), __float_as_uint(x[step]), two);
+    uint32_t high = permute_bytes(__float_as_uint(x[2 * step]), __float_as_uint(x[3 * step]), two);
     return permute_bytes(low, high, 0x5410u);
   }
 
@@ -294,6 +338,13 @@ struct PackedWarp {
     }
   }
 
+  // Sum of dim (m, j), see dim_of, of row sum_row(i), in units of the integers; `half` is what `halves` gave.
+  __device__ __forceinline__ float sum_of(const float (&half)[LIMBS][2], int m, int j, int i) const {
+    float upper = (float)out[0][m][2 * j + i] + half[0][i];
+    float lower = (float)out[LIMBS - 1][m][2 * j + (OCT ? i : 1)] + half[LIMBS - 1][OCT ? i : 1];
+    return 256 * upper + lower;
+  }
+
   // The dim of out[.][m][2 * i ..] in lane g: dims lie as the words were read.
   static __device__ __forceinline__ int dim_of(int m, int i, int g) {
     return m / 2 < CHUNKS ? 32 * (m / 2) + 4 * g + 2 * (m % 2) + i : 32 * CHUNKS + 2 * g + i;
@@ -310,20 +361,14 @@ struct PackedWarp {
         *(float4 *)(row + dim_of(m, 0, g)) = make_float4(value(m, 0), value(m, 1), value(m + 1, 0), value(m + 1, 1));
   }
 
-  // Row g's sum over all of the warp's tokens.
-  __device__ __forceinline__ float row_sum() const {
-    float all = sum + __shfl_xor_sync(~0u, sum, 1);
-    all += __shfl_xor_sync(~0u, all, 2);
-    return OCT ? all : all + __shfl_xor_sync(~0u, all, 16);
-  }
-
   // What a weight of one is in units of the integers, its inverse and its logarithm.
   __device__ __forceinline__ float one() const { return fast_exp2(WEIGHT_TOP_LOG2) / unit; }
   __device__ __forceinline__ float inverse_of_one() const { return fast_exp2(-WEIGHT_TOP_LOG2) * unit; }
   __device__ __forceinline__ float exponent_of_one() const { return WEIGHT_TOP_LOG2 - __log2f(unit); }
 
-  // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. `here` is the first of N.
-  template <int N>
+  // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. N tokens, each STEP behind the one
+  // before, from `here` on.
+  template <int STEP, int N>
   __device__ __forceinline__ void restrict_scores(float (&x)[N], uint32_t (&scale)[N / 2], int here, int start,
                                                   int stop, float softcap, const RowMask &mask) const {
 #pragma unroll
@@ -336,14 +381,15 @@ struct PackedWarp {
       const char *data = mask.data + here * mask.stride;
       if (mask.boolean)
 #pragma unroll
-        for (int t = 0; t < N; t++) x[t] = data[min(t, last) * mask.stride] ? x[t] : -INFINITY;
+        for (int t = 0; t < N; t++) x[t] = data[min(STEP * t, last) * mask.stride] ? x[t] : -INFINITY;
       else
 #pragma unroll
-        for (int t = 0; t < N; t++) x[t] = fmaf(*(const float *)(data + min(t, last) * mask.stride), LOG2E, x[t]);
+        for (int t = 0; t < N; t++)
+          x[t] = fmaf(*(const float *)(data + min(STEP * t, last) * mask.stride), LOG2E, x[t]);
     }
 #pragma unroll
     for (int t = 0; t < N; t++) {
-      bool in = here + t >= start && here + t < stop;
+      bool in = here + STEP * t >= start && here + STEP * t < stop;
       x[t] = in ? x[t] : -INFINITY;
       scale[t / 2] &= in ? ~0u : t % 2 ? 0x0000FFFFu : 0xFFFF0000u;
     }
@@ -354,7 +400,7 @@ struct PackedWarp {
                                            float (&x)[TOKENS], bool restricted, int first, int start, int stop,
                                            float softcap, const RowMask &mask, int g, int c) {
     uint32_t scale[TOKENS / 2];
-    const uint4 *from = (const uint4 *)(tile + at.value_scale + first_token(g) / 2);
+    const uint4 *from = (const uint4 *)(tile + at.value_scale);
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++) {
       uint4 v = from[i];
@@ -362,7 +408,7 @@ struct PackedWarp {
     }
     float factor = row.factor, bias = row.bias;
     if (__builtin_expect(restricted, 0)) {
-      restrict_scores(x, scale, first + c * BLOCK_LEN + first_token(g), start, stop, softcap, mask);
+      restrict_scores<1>(x, scale, first + first_token(g, c), start, stop, softcap, mask);
       factor = 1, bias = 0;
     }
     __half2 scale_top = *(const __half2 *)&scale[0];
@@ -373,10 +419,11 @@ struct PackedWarp {
     for (int t = 4; t < TOKENS; t++) most[t % 4] = fmaxf(most[t % 4], x[t]);
     most[0] = fmaf(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])), factor, bias);
     float scale_most = fmaxf(__low2float(scale_top), __high2float(scale_top));
-    if (__builtin_expect(__any_sync(~0u, most[0] > top + SLACK || scale_most > unit), 0)) raise(most[0], scale_most, c);
+    if (__builtin_expect(__any_sync(~0u, most[0] > top + SLACK || scale_most > unit), 0))
+      raise(most[0], scale_most, g, c);
     float offset = restricted ? exponent_of_one() - top : shift;  // large ones cancel first
     uint32_t weight[LIMBS][4][2];
-    weights(x, scale, factor, offset, g, weight);
+    weights(x, scale, factor, offset, weight);
     sum_values(tile, at, values, g, weight);
   }
 };

@@ -1,5 +1,6 @@
-// The decode kernel of short contexts. A CTA has at most a tile a warp, which all its warps work on together: a warp
-// scores eight tokens of every block, all learn the maximum, and each sums 32 dims of the values over all tokens. So
+// The decode kernel of short contexts. A CTA has at most a tile a warp, which all its warps work on together: warp w
+// scores every fourth token from the w-th on, all learn the maximum, and each sums 32 dims of the values over all
+// tokens. So
 // nothing is scaled twice, no warp's sums are merged, and the way from the first byte to the part is a third as long as
 // decode_kernel's; for long contexts it is wasteful. Exact tokens have CTAs of their own.
 #pragma once
@@ -13,7 +14,7 @@ namespace cuda {
 template <class S, int TEAMS = 1>
 struct ShortExchange {
   static constexpr int WORKERS = TEAMS * WARPS;
-  float top[WORKERS][ROWS], sum[WORKERS][ROWS], scale_top[WORKERS];
+  float top[WORKERS][S::NUM_ROWS], sum[WORKERS][S::NUM_ROWS], scale_top[WORKERS];
   uint2 weight[TEAMS > 1 ? TEAMS : WARPS][S::Packed::LIMBS][4][32];  // of a tile: bytes of B fragments, by limb, phase
                                                                      // and lane
 };
@@ -21,82 +22,95 @@ struct ShortExchange {
 // A warp of several teams has one tile, of a single team up to four. It sums SUMMED dims of the values.
 template <class S, int TEAMS = 1>
 struct ShortWarp {
-  static constexpr int KBITS = S::KBITS, VBITS = S::VBITS, EIGHT = 8, EACH = TEAMS > 1 ? 1 : WARPS, SUMMED = 32 / TEAMS;
+  static constexpr int KBITS = S::KBITS, VBITS = S::VBITS, EACH = TEAMS > 1 ? 1 : WARPS, SUMMED = 32 / TEAMS;
   using Packed = PackedWarp<KBITS, VBITS, S::DIM, S::VDIM, S::OCT, SUMMED>;
   using Places = typename Packed::Places;
   using Exchange = ShortExchange<S, TEAMS>;
+  static constexpr int TOKENS = Packed::TOKENS / WARPS;  // of a tile, of a lane: its phase of the lane's half blocks
   Packed packed;
-  float x[EACH][EIGHT];             // scores of a tile, in log2
-  uint32_t scale[EACH][EIGHT / 2];  // the values'
+  float x[EACH][TOKENS];             // scores of a tile, in log2
+  uint32_t scale[EACH][TOKENS / 2];  // the values'
 
-  // Scores of this warp's tokens of its tile j; `here` is the first of them in block c.
+  // Scores of this warp's tokens of its tile j, which begins at token `first`.
   __device__ __forceinline__ void score(const DecodeArgs &a, const uint32_t *tile, const Places &at,
-                                        const ByteTable &keys, int j, bool at_end, int here, const RowMask &mask,
-                                        int warp, int c) {
-    int eight = warp % WARPS;
-    packed.eight_scores(tile, at, keys, eight, c, x[j]);
-    uint4 four = ((const uint4 *)(tile + at.value_scale))[eight];
-    scale[j][0] = four.x, scale[j][1] = four.y, scale[j][2] = four.z, scale[j][3] = four.w;
-    if (__builtin_expect(a.softcap > 0 || mask.data || at_end, 0)) {
-      packed.restrict_scores(x[j], scale[j], here, a.start, a.length, a.softcap, mask);
+                                        const ByteTable &keys, int j, int first, const RowMask &mask, int phase, int g,
+                                        int c) {
+    const __half *key_scale = (const __half *)(tile + at.key_scale) + phase;
+    const uint16_t *value_scale = (const uint16_t *)(tile + at.value_scale) + phase;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float two[Packed::HALVES][2];
+      packed.multiply_keys(tile, at, keys, 8 * i + phase, 8 * i + 4 + phase, c, two);
+#pragma unroll
+      for (int h = 0; h < Packed::HALVES; h++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          int t = 4 * h + 2 * i + k;
+          x[j][t] = two[h][k] * __half2float(key_scale[4 * t]);
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TOKENS; t += 2)
+      scale[j][t / 2] = value_scale[4 * t] | (uint32_t)value_scale[4 * t + 4] << 16;
+    if (__builtin_expect(a.softcap > 0 || mask.data || first < a.start || first + TILE_LEN > a.length, 0)) {
+      int here = first + Packed::first_token(g, c) + phase;
+      packed.template restrict_scores<4>(x[j], scale[j], here, a.start, a.length, a.softcap, mask);
     } else {
 #pragma unroll
-      for (int t = 0; t < EIGHT; t++) x[j][t] = fmaf(x[j][t], packed.row.factor, packed.row.bias);
+      for (int t = 0; t < TOKENS; t++) x[j][t] = fmaf(x[j][t], packed.row.factor, packed.row.bias);
     }
   }
 
   // The largest score of a row and the largest scale among this warp's tokens.
-  __device__ __forceinline__ void tell_tops(Exchange &all, int tiles, int warp, int lane) {
+  __device__ __forceinline__ void tell_tops(Exchange &all, int tiles, int warp, int g, int c) {
     float top = NO_SCORE, most = 0;
 #pragma unroll
     for (int j = 0; j < EACH; j++)
       if (j < tiles) {
         __half2 two = *(const __half2 *)&scale[j][0];
 #pragma unroll
-        for (int i = 1; i < EIGHT / 2; i++) two = __hmax2(two, *(const __half2 *)&scale[j][i]);
+        for (int i = 1; i < TOKENS / 2; i++) two = __hmax2(two, *(const __half2 *)&scale[j][i]);
         most = fmaxf(most, fmaxf(__low2float(two), __high2float(two)));
 #pragma unroll
-        for (int t = 0; t < EIGHT; t++) top = fmaxf(top, x[j][t]);
+        for (int t = 0; t < TOKENS; t++) top = fmaxf(top, x[j][t]);
       }
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    top = Packed::row_max(top);
     most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));  // not negative: ordered as integers are
-    if (lane % 4 == 0) all.top[warp][lane / 4] = top;
-    if (lane == 0) all.scale_top[warp] = most;
+    if (Packed::leads(g, c)) all.top[warp][Packed::row_of(g, c)] = top;
+    if (g + c == 0) all.scale_top[warp] = most;
   }
 
-  // Weights of this warp's tokens, once the tops are known.
-  __device__ __forceinline__ void tell_weights(Exchange &all, int tiles, int warp, int lane) {
-    int g = lane / 4;
+  // Weights of this warp's tokens, once the tops are known: a word is four tokens of a phase.
+  __device__ __forceinline__ void tell_weights(Exchange &all, int tiles, int warp, int g, int c) {
+    int row = Packed::row_of(g, c), phase = warp % WARPS;
     packed.clear();
 #pragma unroll
     for (int w = 0; w < Exchange::WORKERS; w++)
-      packed.top = fmaxf(packed.top, all.top[w][g]), packed.unit = fmaxf(packed.unit, all.scale_top[w]);
+      packed.top = fmaxf(packed.top, all.top[w][row]), packed.unit = fmaxf(packed.unit, all.scale_top[w]);
     float offset = packed.exponent_of_one() - packed.top, sum = 0;
 #pragma unroll
     for (int j = 0; j < EACH; j++)
       if (j < tiles) {
-        float y[EIGHT];
+        float y[TOKENS];
 #pragma unroll
-        for (int i = 0; i < EIGHT / 2; i++) {
+        for (int i = 0; i < TOKENS / 2; i++) {
           float2 s = __half22float2(*(const __half2 *)&scale[j][i]);
           float p0 = fast_exp2(x[j][2 * i] + offset), p1 = fast_exp2(x[j][2 * i + 1] + offset);
           sum += p0 + p1;
-          y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, EIGHT));
-          y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, EIGHT));
+          y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, TOKENS));
+          y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, TOKENS));
         }
 #pragma unroll
-        for (int l = 0; l < Packed::LIMBS; l++)
+        for (int h = 0; h < Packed::HALVES; h++)
 #pragma unroll
-          for (int phase = 0; phase < 4; phase++) {  // bytes n = 2 (warp % 2) and the next of half warp / 2
-            uint32_t two =
-                permute_bytes(__float_as_uint(y[phase]), __float_as_uint(y[phase + 4]), Packed::limb_of_two(l, g));
-            ((uint16_t *)&all.weight[warp / WARPS + j][l][phase][lane])[warp % WARPS] = (uint16_t)two;
+          for (int l = 0; l < 2; l++) {
+            int column = S::OCT ? g : 2 * c + l, block = S::OCT ? c : g / 2, half = S::OCT ? h : g % 2;
+            uint32_t *to = (uint32_t *)&all.weight[warp / WARPS + j][S::OCT ? l : 0][phase][4 * column + block];
+            to[half] = Packed::four_bytes(y + 4 * h, l, 1);
           }
       }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (lane % 4 == 0) all.sum[warp][g] = sum;
+    sum = Packed::row_sum(sum);
+    if (Packed::leads(g, c)) all.sum[warp][row] = sum;
   }
 
   // Sums of this warp's dims, from `first` on, over tile j of the CTA.
@@ -115,32 +129,23 @@ struct ShortWarp {
 
   // Gives put(row, dim, sums) two or four dims of the part at a time.
   template <class Put>
-  __device__ __forceinline__ void store(const Put &put, int rows, float value_step, int first, int lane) const {
-    int g = lane / 4, c = lane % 4;
+  __device__ __forceinline__ void store(const Put &put, int rows, float value_step, int first, int g, int c) const {
     float unit = value_step * packed.inverse_of_one(), half[Packed::LIMBS][2];
     packed.halves(half, c);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Packed::SUM_ROWS; i++) {
       float sum[SUMMED / 8];
 #pragma unroll
-      for (int k = 0; k < SUMMED / 8; k++) {
-        int m = k / 2, at = 2 * (k % 2) + i;
-        float upper = (float)packed.out[0][m][at] + half[0][i], lower;
-        if constexpr (S::OCT)
-          lower = (float)packed.out[1][m][at] + half[1][i];
-        else
-          lower = __shfl_xor_sync(~0u, upper, 2);
-        sum[k] = (256 * upper + lower) * unit;
-      }
-      int row = 2 * c + i;
+      for (int k = 0; k < SUMMED / 8; k++) sum[k] = packed.sum_of(half, k / 2, k % 2, i) * unit;
+      int row = Packed::sum_row(i, c);
       if (row < rows) put(row, first + Packed::dim_of(0, 0, g), sum);
     }
   }
 
-  // The state of row g of the part, in a warp that knows the maximum, once all have told their sums.
-  __device__ __forceinline__ float2 state(const Exchange &all, int g) const {
-    float sum = all.sum[0][g];
-    for (int w = 1; w < Exchange::WORKERS; w++) sum += all.sum[w][g];
+  // The state of a row of the part, in a warp that knows the maximum, once all have told their sums.
+  __device__ __forceinline__ float2 state(const Exchange &all, int row) const {
+    float sum = all.sum[0][row];
+    for (int w = 1; w < Exchange::WORKERS; w++) sum += all.sum[w][row];
     return make_float2(packed.top, sum * packed.inverse_of_one());
   }
 };
@@ -176,29 +181,27 @@ __global__ void __launch_bounds__(THREADS, 3)
   wait_copy_groups<0>();
   __syncthreads();
   ShortWarp<S> mine;
-  const typename ShortWarp<S>::Places at(0, g, c);
+  using Packed = typename ShortWarp<S>::Packed;
+  const typename ShortWarp<S>::Places at(0, g, c, Packed::first_token(g, c));
   mine.packed.load_queries(queries.bytes, queries.info, g, c);
-  int row = g & (S::NUM_ROWS - 1);
+  int row = Packed::row_of(g, c);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
 #pragma unroll
   for (int j = 0; j < WARPS; j++)
-    if (j < count) {
-      int token = (first + j) * TILE_LEN;
-      mine.score(a, tiles + j * S::Tile::SIZE, at, keys, j, token < a.start || token + TILE_LEN > a.length,
-                 token + c * BLOCK_LEN + ShortWarp<S>::EIGHT * warp, mask, warp, c);
-    }
-  mine.tell_tops(all, count, warp, lane);
+    if (j < count)
+      mine.score(a, tiles + j * S::Tile::SIZE, at, keys, j, (first + j) * TILE_LEN, mask, warp, g, c);
+  mine.tell_tops(all, count, warp, g, c);
   __syncthreads();
-  mine.tell_weights(all, count, warp, lane);
+  mine.tell_weights(all, count, warp, g, c);
   __syncthreads();
   int64_t index = parts.index(blockIdx.x, blockIdx.y, a.rows) + first_row;
-  if (warp == 0 && c == 0 && g < rows) parts.state[index + g] = mine.state(all, g);
+  if (warp == 0 && Packed::leads(g, c) && row < rows) parts.state[index + row] = mine.state(all, row);
   if (32 * warp >= S::VDIM) return;
   for (int j = 0; j < count; j++) mine.add(all, tiles + j * S::Tile::SIZE, at, values, j, 32 * warp, lane);
   auto put = [&](int row, int dim, const float (&x)[4]) {
     *(float4 *)(parts.sums + (index + row) * S::VDIM + dim) = make_float4(x[0], x[1], x[2], x[3]);
   };
-  mine.store(put, rows, values.step, 32 * warp, lane);
+  mine.store(put, rows, values.step, 32 * warp, g, c);
 }
 
 }  // namespace cuda

@@ -86,26 +86,26 @@ __device__ __forceinline__ void attend_in_teams(const DecodeArgs &a, const Arriv
                                                 int rows, int warp, int lane) {
   using Shape = SmallShape<S>;
   using Mine = ShortWarp<S, Shape::TEAMS>;
-  int g = lane >> 2, c = lane & 3, team = warp / WARPS, rank = blockIdx.y, token = (first + team) * TILE_LEN;
-  int own = team < count, dims = warp * Mine::SUMMED;
+  using Packed = typename Mine::Packed;
+  int g = lane >> 2, c = lane & 3, row = Packed::row_of(g, c), rank = blockIdx.y;
+  int team = warp / WARPS, own = team < count, dims = warp * Mine::SUMMED;
   Mine mine;
-  const typename Mine::Places at(0, g, c);
+  const typename Mine::Places at(0, g, c, Packed::first_token(g, c));
   mine.packed.load_queries(queries.bytes, queries.info, g, c);
   if (own)
-    mine.score(a, tiles + team * S::Tile::SIZE, at, keys, 0, token < a.start || token + TILE_LEN > a.length,
-               token + c * BLOCK_LEN + Mine::EIGHT * (warp % WARPS), mask, warp, c);
-  mine.tell_tops(all, own, warp, lane);
+    mine.score(a, tiles + team * S::Tile::SIZE, at, keys, 0, (first + team) * TILE_LEN, mask, warp % WARPS, g, c);
+  mine.tell_tops(all, own, warp, g, c);
   sync_first<32 * Shape::WORKERS>();
-  mine.tell_weights(all, own, warp, lane);
+  mine.tell_weights(all, own, warp, g, c);
   sync_first<32 * Shape::WORKERS>();
   wait_for_cluster();  // all have begun and may be sent something
-  if (warp == 0 && c == 0 && g < rows) arrivals.send_state(g, rank, mine.state(all, g));
+  if (warp == 0 && Packed::leads(g, c) && row < rows) arrivals.send_state(row, rank, mine.state(all, row));
   if (dims >= S::VDIM) return;
 #pragma unroll
   for (int j = 0; j < Shape::TEAMS; j++)
     if (j < count) mine.add(all, tiles + j * S::Tile::SIZE, at, values, j, dims, lane);
   auto put = [&](int row, int dim, const auto &x) { arrivals.send(row, rank, dim, x); };
-  mine.store(put, rows, values.step, dims, lane);
+  mine.store(put, rows, values.step, dims, g, c);
 }
 
 // A warp's share of the exact tokens becomes a part. Its sums are gathered from its lanes in its own memory first.
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(SmallShape<S>::NUM_THREADS, 2)
   if (asks) store_queries<S>(query, a, keys.step, queries, b, h, h, first_row, rows, warp, lane);
   if (worker) close_copies(), wait_copy_groups<0>();
   __syncthreads();
-  int row = lane / 4 & (S::NUM_ROWS - 1);
+  int row = S::Packed::row_of(lane / 4, lane % 4);
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
   if (worker) {
     attend_in_teams(a, arrivals, *(typename Shape::Exchange *)(memory + Shape::EXCHANGE), tiles, queries, keys, values,

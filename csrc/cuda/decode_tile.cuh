@@ -1,7 +1,7 @@
 // A tile of the packed body in shared memory: 128 tokens, that is 4 blocks of 32, of one key/value head.
 //
-// Lane c of four (lane = 4 g + c) works on block c throughout: it has scores of that block's tokens and whole words of
-// its values. Blocks are padded so that the lanes' reads fall into different banks.
+// Lane 4 g + c reads keys of half block g, 16 tokens, and whole words of the values of block c. Both are padded so that
+// the lanes' reads fall into different banks.
 #pragma once
 
 #include "decode_codes.cuh"
@@ -14,12 +14,7 @@ constexpr int WARPS = 4, THREADS = 32 * WARPS;
 __host__ __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
 
 constexpr int TILE_BLOCKS = 4, TILE_LEN = TILE_BLOCKS * BLOCK_LEN;
-
-// Padding of block i, in units of 4 words, so that eight lanes of two tokens (`stride` words apart) and four blocks
-// read eight different units of the 32 banks.
-__host__ __device__ constexpr int key_pad(int stride, int i) {
-  return stride / 4 % 8 == 2 || stride / 4 % 8 == 6 ? (i & 1) + 4 * (i >> 1) : stride / 4 % 8 == 4 ? i : 2 * i;
-}
+constexpr int TILE_HALVES = 2 * TILE_BLOCKS, HALF_LEN = BLOCK_LEN / 2;
 
 template <int KBITS, int VBITS, int DIM, int VDIM>
 struct TileLayout {  // all in words
@@ -32,29 +27,27 @@ struct TileLayout {  // all in words
   static constexpr int VALUE_SCALE = KEY_SCALE + TILE_LEN / 2, SIZE = VALUE_SCALE + TILE_LEN / 2;
   static_assert(SIZE % 4 == 0, "tiles are copied in units of 16 bytes");
 
-  static __device__ __forceinline__ int key_sign(int block) {
-    return KEY_SIGN + block * BLOCK_LEN * WORDS + 4 * key_pad(WORDS, block);
-  }
-  static __device__ __forceinline__ int key_mag(int block) {
-    return KEY_MAG + block * BLOCK_LEN * MAG_STRIDE + 4 * key_pad(MAG_STRIDE, block);
-  }
+  // Eight half blocks begin in eight different units of 4 words of the 32 banks.
+  static __device__ __forceinline__ int key_sign(int half) { return KEY_SIGN + half * (HALF_LEN * WORDS + 4); }
+  static __device__ __forceinline__ int key_mag(int half) { return KEY_MAG + half * (HALF_LEN * MAG_STRIDE + 4); }
   static __device__ __forceinline__ int value_sign(int block) { return VALUE_SIGN + block * (VDIM + VALUE_PAD); }
   static __device__ __forceinline__ int value_mag(int block) {
     return VALUE_MAG + block * ((VBITS - 1) * VDIM + MAG_PAD);
   }
 };
 
-// Where lane (g, c) reads of a tile that lies at word `from`: keys of token g % 2 of block g / 2, the rest of block c.
+// Where lane (g, c) reads of a tile that lies at word `from`: keys of half block g, values of block c, scales of tokens
+// `first` and on.
 template <class L>
 struct TilePlaces {
   int key_sign, key_mag, key_scale, value_sign, value_mag, value_scale;
-  __device__ __forceinline__ TilePlaces(int from, int g, int c)
-      : key_sign(from + L::key_sign(g >> 1) + (g & 1) * L::WORDS),
-        key_mag(from + L::key_mag(g >> 1) + (g & 1) * L::MAG_STRIDE),
-        key_scale(from + L::KEY_SCALE + c * BLOCK_LEN / 2),
+  __device__ __forceinline__ TilePlaces(int from, int g, int c, int first)
+      : key_sign(from + L::key_sign(g)),
+        key_mag(from + L::key_mag(g)),
+        key_scale(from + L::KEY_SCALE + first / 2),
         value_sign(from + L::value_sign(c)),
         value_mag(from + L::value_mag(c)),
-        value_scale(from + L::VALUE_SCALE + c * BLOCK_LEN / 2) {}
+        value_scale(from + L::VALUE_SCALE + first / 2) {}
   __device__ __forceinline__ void hold() {
     cuda::hold(key_sign), cuda::hold(key_mag), cuda::hold(key_scale);
     cuda::hold(value_sign), cuda::hold(value_mag), cuda::hold(value_scale);
@@ -84,42 +77,45 @@ struct TileSource {
     cuda::hold(value_sign), cuda::hold(value_mag), cuda::hold(value_scale);
   }
 
-  // Blocks of WORDS words each from `from` to `shared` + to(block), a place in words: all four, or the first `blocks`.
-  template <int WORDS, class Place>
+  // The first `count` of PIECES pieces of a tile, of WORDS words each, from `from` to `shared` + to(piece), a place in
+  // words; pieces lie evenly apart.
+  template <int PIECES, int WORDS, class Place>
   static __device__ __forceinline__ void copy_tile(const char *from, uint32_t shared, Place to, int lane) {
     constexpr int UNITS = WORDS / 4;
-    if constexpr (TILE_BLOCKS * UNITS % 32 != 0) {
-      copy_blocks<WORDS>(from, shared, to, TILE_BLOCKS, lane);
+    if constexpr (PIECES * UNITS % 32 != 0) {
+      copy_pieces<WORDS>(from, shared, to, PIECES, lane);
     } else {
 #pragma unroll
-      for (int i = 0; i < TILE_BLOCKS * UNITS; i += 32)
+      for (int i = 0; i < PIECES * UNITS; i += 32)
         if constexpr (UNITS % 32 == 0)
           start_copy(shared + 4 * to(i / UNITS) + 16 * (i % UNITS) + 16 * lane, from + 16 * i);
+        else if constexpr (32 % UNITS == 0)
+          start_copy(shared + 4 * to(i / UNITS) + 4 * (to(lane / UNITS) - to(0)) + 16 * (lane % UNITS), from + 16 * i);
         else
           start_copy(shared + 4 * to((i + lane) / UNITS) + 16 * ((i + lane) % UNITS), from + 16 * i);
     }
   }
   template <int WORDS, class Place>
-  static __device__ __forceinline__ void copy_blocks(const char *from, uint32_t shared, Place to, int blocks,
-                                                     int lane) {
+  static __device__ __forceinline__ void copy_pieces(const char *from, uint32_t shared, Place to, int count, int lane) {
     constexpr int UNITS = WORDS / 4;
 #pragma unroll 1
-    for (int i = lane; i < blocks * UNITS; i += 32)
+    for (int i = lane; i < count * UNITS; i += 32)
       start_copy(shared + 4 * to(i / UNITS) + 16 * (i % UNITS), from + 16 * (i - lane));
   }
 
-  template <int SIGN, int MAG, class SignPlace, class MagPlace>
+  // PIECES of SIGN words of signs and MAG of magnitudes.
+  template <int PIECES, int SIGN, int MAG, class SignPlace, class MagPlace>
   __device__ __forceinline__ void start(int tile, const char *sign, const char *mag, const char *scale, uint32_t shared,
                                         SignPlace sign_to, MagPlace mag_to, int scale_to, int lane) const {
     uint32_t scales = shared + 4 * scale_to + 8 * lane;
-    sign = advanced(sign, tile, 16 * SIGN), mag = advanced(mag, tile, 16 * MAG);
+    sign = advanced(sign, tile, 4 * PIECES * SIGN), mag = advanced(mag, tile, 4 * PIECES * MAG);
     scale = advanced(scale, tile, 2 * TILE_LEN);
     if (__builtin_expect(tile < whole, 1)) {
-      copy_tile<SIGN>(sign, shared, sign_to, lane), copy_tile<MAG>(mag, shared, mag_to, lane);
+      copy_tile<PIECES, SIGN>(sign, shared, sign_to, lane), copy_tile<PIECES, MAG>(mag, shared, mag_to, lane);
       start_copy_of_8(scales, scale);
     } else if (tile < stop) {
-      int blocks = num_blocks - tile * TILE_BLOCKS;
-      copy_blocks<SIGN>(sign, shared, sign_to, blocks, lane), copy_blocks<MAG>(mag, shared, mag_to, blocks, lane);
+      int blocks = num_blocks - tile * TILE_BLOCKS, count = blocks * (PIECES / TILE_BLOCKS);
+      copy_pieces<SIGN>(sign, shared, sign_to, count, lane), copy_pieces<MAG>(mag, shared, mag_to, count, lane);
       if (lane < 8 * blocks) start_copy_of_8(scales, scale);
     }
   }
@@ -127,12 +123,12 @@ struct TileSource {
   // Start the copies of a tile's keys or values, if it is below `stop`, to an address in shared memory; the caller
   // commits them.
   __device__ __forceinline__ void start_keys(int tile, uint32_t shared, int lane) const {
-    start<BLOCK_LEN * L::WORDS, BLOCK_LEN * L::MAG_STRIDE>(tile, key_sign, key_mag, key_scale, shared, L::key_sign,
-                                                           L::key_mag, L::KEY_SCALE, lane);
+    start<TILE_HALVES, HALF_LEN * L::WORDS, HALF_LEN * L::MAG_STRIDE>(
+        tile, key_sign, key_mag, key_scale, shared, L::key_sign, L::key_mag, L::KEY_SCALE, lane);
   }
   __device__ __forceinline__ void start_values(int tile, uint32_t shared, int lane) const {
-    start<VDIM, (VBITS - 1) * VDIM>(tile, value_sign, value_mag, value_scale, shared, L::value_sign, L::value_mag,
-                                    L::VALUE_SCALE, lane);
+    start<TILE_BLOCKS, VDIM, (VBITS - 1) * VDIM>(tile, value_sign, value_mag, value_scale, shared, L::value_sign,
+                                                 L::value_mag, L::VALUE_SCALE, lane);
   }
 };
 

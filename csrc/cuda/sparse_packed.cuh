@@ -3,9 +3,10 @@
 //
 // A warp takes 32 tokens a step. Their planes come to its own shared memory a step ahead, rows of four words (128
 // dims), so that ldmatrix deals them out: of the matrix of tokens 8 j .. 8 j + 7 lane (g, c) has word c of token
-// 8 j + g of the keys and, transposed, dims 16 g .. 16 g + 15 of tokens 8 j + 2 c and 8 j + 2 c + 1 of the values. The
-// column of a score in lane (g, c) is one of the same two tokens. Bits of values are put in order before they become
-// bytes: selectors hold one dim of four tokens, not four dims of one.
+// 8 j + g of the keys and, transposed, dims 16 g .. 16 g + 15 of tokens 8 j + 2 c and 8 j + 2 c + 1 of the values.
+// With up to four rows lane (g, c) does the softmax of row c for the tokens 8 j + g, and weights are transposed on
+// their way to the lanes of the second product; else of row g for tokens 8 j + 2 c and 8 j + 2 c + 1. Bits of values
+// are put in order before they become bytes: selectors hold one dim of four tokens, not four dims of one.
 #pragma once
 
 #include "decode_kernel.cuh"
@@ -37,7 +38,7 @@ struct SelectedShape {
   static constexpr bool OCT = OCT_;
   static constexpr int DIM = 128, VDIM = 128, NUM_ROWS = OCT ? 8 : 4, STAGES = 2, CTAS = OCT ? 2 : 3;
   static constexpr int STEPS = 4 * WARPS * STAGES * StepLayout::SIZE;
-  static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * ROWS * MERGE_ROW;
+  static constexpr int MERGE_ROW = VDIM + 4, MERGED = 4 * WARPS * NUM_ROWS * MERGE_ROW;
   static constexpr int QUERIES = larger(STEPS, MERGED), BYTES = QUERIES + Queries<DIM>::BYTES;
 };
 
@@ -89,104 +90,84 @@ template <bool OCT>
 struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
   using Packed = PackedWarp<3, 3, 128, 128, OCT>;
   using L = StepLayout;
-  static constexpr int OWN = OCT ? 8 : 4;  // tokens of a step whose softmax a lane does
-  using Packed::LIMBS, Packed::MTILES, Packed::query, Packed::row, Packed::top, Packed::sum, Packed::unit,
-      Packed::shift, Packed::out, Packed::total;
+  static constexpr int OWN = OCT ? 8 : 4, EACH = OWN / 4;  // tokens of a step whose softmax a lane does, of a matrix
+  using Packed::HALVES, Packed::LIMBS, Packed::MTILES, Packed::query, Packed::row, Packed::top, Packed::sum,
+      Packed::unit, Packed::shift, Packed::out, Packed::total;
 
-  // The matrix of this lane's tokens 2 i and 2 i + 1.
-  static __device__ __forceinline__ int matrix_of(int i, int g) { return OCT || g < 4 ? i : i + 2; }
-
+  // Products of this lane's tokens of matrix j, still without scales.
   __device__ __forceinline__ void products(const uint32_t *step, const ByteTable &table, int lane,
-                                           int (&acc)[4][4]) const {
+                                           float (&y)[4][EACH]) const {
     uint32_t sign[4], low[4], high[4];
     const uint32_t *from = step + L::KEYS + L::ROW * lane;
     load_straight(sign, from), load_straight(low, from + L::PLANE), load_straight(high, from + 2 * L::PLANE);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      Planes<3> planes{sign[j], {low[j], high[j]}};
-      Selectors s = planes.selectors(table);
-      acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
+    for (int j = 0; j < 4; j += 2) {
+      int acc[HALVES][4];
+      float two[HALVES][2];
+      uint32_t bytes[2][2];
+      Packed::begin(acc);
+      Planes<3> planes[2] = {{sign[j], {low[j], high[j]}}, {sign[j + 1], {low[j + 1], high[j + 1]}}};
+      Selectors s[2] = {planes[0].selectors(table), planes[1].selectors(table)};
 #pragma unroll
       for (int phase = 0; phase < 4; phase++) {
-        uint32_t b0, b1;
-        const uint32_t (&a)[4] = query[phase];
-        planes.bytes(table, s.low(phase), s.high(phase), phase, b0, b1);
-        mma_int8<false>(acc[j], a[0], a[1], a[2], a[3], b0, b1, acc[j]);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+          planes[k].bytes(table, s[k].low(phase), s[k].high(phase), phase, bytes[k][0], bytes[k][1]);
+        Packed::multiply(acc, query[phase], bytes[0], bytes[1]);
       }
+      Packed::combine(acc, table, two);
+#pragma unroll
+      for (int k = 0; k < 2; k++)
+#pragma unroll
+        for (int e = 0; e < EACH; e++) y[j + k][e] = two[e][k];
     }
   }
 
-  // Two scales from the words that hold them; `places` says which half of each.
-  static __device__ __forceinline__ uint32_t scale_pair(const uint32_t *words, uint32_t places) {
-    uint2 two = *(const uint2 *)words;
-    return permute_bytes(two.x, two.y, places);
+  // The scale of a token from the word that holds it and its neighbour's.
+  static __device__ __forceinline__ float scale_of(uint32_t word, int token) {
+    return __half2float(__ushort_as_half((uint16_t)(word >> 16 * (token & 1))));
   }
 
   // Scores, times log2 e where `restricted`, else still without factor and bias; scales of the values.
   __device__ __forceinline__ void scores(const uint32_t *step, const ByteTable &table, bool restricted, float softcap,
-                                         const RowMask &mask, int lane, float (&x)[OWN],
-                                         uint32_t (&scale)[OWN / 2]) const {
-    int g = lane >> 2, c = lane & 3, acc[4][4];
-    products(step, table, lane, acc);
+                                         const RowMask &mask, int lane, float (&x)[OWN], float (&scale)[OWN]) const {
+    float y[4][EACH];
+    products(step, table, lane, y);
 #pragma unroll
-    for (int i = 0; i < OWN / 2; i++) {
-      int at = 8 * matrix_of(i, g) + 2 * c;
-      uint2 token = *(const uint2 *)(step + L::TOKENS + at);
-      uint32_t places = 0x5410u + 0x22u * (token.x & 1) + 0x2200u * (token.y & 1);
-      uint32_t key_scale = scale_pair(step + L::KEY_SCALE + at, places);
-      scale[i] = scale_pair(step + L::VALUE_SCALE + at, places);
-      float2 by = __half22float2(*(const __half2 *)&key_scale);
-      int limb = (int)table.limb, n[2];
+    for (int j = 0; j < 4; j++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        n[e] = limb * acc[i][e] + acc[i][2 + e];
-        if constexpr (!OCT) {
-          int other = limb * acc[i + 2][e] + acc[i + 2][2 + e];
-          n[e] = g < 4 ? n[e] : other;
-        }
+      for (int e = 0; e < EACH; e++) {
+        int i = EACH * j + e, at = 8 * j + (OCT ? 2 * (lane & 3) + e : lane >> 2);
+        int token = (int)step[L::TOKENS + at];
+        x[i] = y[j][e] * scale_of(step[L::KEY_SCALE + at], token);
+        scale[i] = scale_of(step[L::VALUE_SCALE + at], token);
+        if (!restricted) continue;
+        float z = fmaf(x[i], row.factor, row.bias);
+        if (softcap > 0) z = soft_capped(z, softcap);
+        x[i] = token < 0 ? -INFINITY : mask.data ? mask.add(z, token) : z;
+        scale[i] = token < 0 ? 0 : scale[i];
       }
-      x[2 * i] = (float)(n[0] + row.half_sum) * by.x, x[2 * i + 1] = (float)(n[1] + row.half_sum) * by.y;
-      if (!restricted) continue;
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        int id = (int)(e ? token.y : token.x);
-        float y = fmaf(x[2 * i + e], row.factor, row.bias);
-        if (softcap > 0) y = soft_capped(y, softcap);
-        x[2 * i + e] = id < 0 ? -INFINITY : mask.data ? mask.add(y, id) : y;
-        scale[i] = id < 0 ? scale[i] & (e ? 0x0000FFFFu : 0xFFFF0000u) : scale[i];
-      }
-    }
   }
 
-  // Weights times scales as bytes of B fragments, tokens of matrices 0 and 1, then of 2 and 3.
-  __device__ __forceinline__ void weights(const float (&x)[OWN], const uint32_t (&scale)[OWN / 2], float factor,
-                                          float offset, int g, uint32_t (&weight)[LIMBS][2]) {
-    const uint32_t upper = 0x0062u, lower = 0x0051u;  // byte 2 of two words, byte 1
+  // Weights times scales as bytes of B fragments: of tokens 2 c and 2 c + 1 of matrices 0 and 1, then of 2 and 3.
+  __device__ __forceinline__ void weights(const float (&x)[OWN], const float (&scale)[OWN], float factor, float offset,
+                                          uint32_t (&weight)[LIMBS][2]) {
     float y[OWN];
 #pragma unroll
-    for (int i = 0; i < OWN / 2; i++) {
-      float2 s = __half22float2(*(const __half2 *)&scale[i]);
-      float p0 = fast_exp2(fmaf(x[2 * i], factor, offset)), p1 = fast_exp2(fmaf(x[2 * i + 1], factor, offset));
-      sum += p0 + p1;
-      y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, OWN));
-      y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, OWN));
+    for (int i = 0; i < OWN; i++) {
+      float p = fast_exp2(fmaf(x[i], factor, offset));
+      sum += p;
+      y[i] = fmaf(p, scale[i], 32768.0f + fraction_of(i, OWN));
     }
-    if constexpr (OCT) {
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        weight[0][half] = four_bytes(y + 4 * half, upper), weight[1][half] = four_bytes(y + 4 * half, lower);
-    } else {
-      uint32_t own = four_bytes(y, g < 4 ? upper : lower);
-      uint32_t other = __shfl_xor_sync(~0u, four_bytes(y, g < 4 ? lower : upper), 16);
-      weight[0][0] = g < 4 ? own : other, weight[0][1] = g < 4 ? other : own;
-    }
-  }
-
-  // One byte each of four words; `two` selects it from two.
-  static __device__ __forceinline__ uint32_t four_bytes(const float *x, uint32_t two) {
-    uint32_t low = permute_bytes(__float_as_uint(x[0]), __float_as_uint(x[1]), two);
-    uint32_t high = permute_bytes(__float_as_uint(x[2]), __float_as_uint(x[3]), two);
-    return permute_bytes(low, high, 0x5410u);
+    for (int half = 0; half < 2; half++)
+      if constexpr (OCT) {
+#pragma unroll
+        for (int l = 0; l < 2; l++) weight[l][half] = Packed::four_bytes(y + 4 * half, l, 1);
+      } else {  // what comes back: of two matrices token 2 c, then the next one
+        uint32_t two = transposed(Packed::two_of_both(y[2 * half], y[2 * half + 1]));
+        weight[0][half] = permute_bytes(two, two, 0x3120u);
+      }
   }
 
   // Bits of one plane of two matrices: nibbles of the tokens 2 c, 2 c + 1 of the first, then of the second, of dims
@@ -232,21 +213,17 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
 
   __device__ __forceinline__ void add_step(const uint32_t *step, const ByteTable &keys, const ByteTable &values,
                                            bool restricted, float softcap, const RowMask &mask, int lane) {
-    float x[OWN];
-    uint32_t scale[OWN / 2], weight[LIMBS][2];
+    float x[OWN], scale[OWN];
+    uint32_t weight[LIMBS][2];
     scores(step, keys, restricted, softcap, mask, lane, x, scale);
-    float factor = restricted ? 1 : row.factor, bias = restricted ? 0 : row.bias, most = x[0];
-    __half2 largest = *(const __half2 *)&scale[0];
+    float factor = restricted ? 1 : row.factor, bias = restricted ? 0 : row.bias, most = x[0], scale_most = scale[0];
 #pragma unroll
-    for (int i = 1; i < OWN / 2; i++) largest = __hmax2(largest, *(const __half2 *)&scale[i]);
-#pragma unroll
-    for (int t = 1; t < OWN; t++) most = fmaxf(most, x[t]);
+    for (int i = 1; i < OWN; i++) most = fmaxf(most, x[i]), scale_most = fmaxf(scale_most, scale[i]);
     most = fmaf(most, factor, bias);
-    float scale_most = fmaxf(__low2float(largest), __high2float(largest));
     if (__builtin_expect(__any_sync(~0u, most > top + SLACK || scale_most > unit), 0))
-      Packed::raise(most, scale_most, lane & 3);
+      Packed::raise(most, scale_most, lane >> 2, lane & 3);
     float offset = restricted ? Packed::exponent_of_one() - top : shift;  // large ones cancel first
-    weights(x, scale, factor, offset, lane >> 2, weight);
+    weights(x, scale, factor, offset, weight);
     add_values(step, values, lane, weight);
   }
 
@@ -292,7 +269,7 @@ __device__ __forceinline__ void attend_share(const SelectedArgs &s, const Work &
   SelectedWarp<S::OCT> packed;
   packed.clear();
   packed.load_queries(queries.bytes, queries.info, g, c);
-  int own = g & (S::NUM_ROWS - 1);
+  int own = SelectedWarp<S::OCT>::row_of(g, c);
   RowMask mask = mask_of_row(a, place.b, place.k, row + (own < rows ? own : 0));
   bool always = a.softcap > 0 || mask.data;
   int next = ahead[STAGES - 1];

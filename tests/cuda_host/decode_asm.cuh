@@ -45,6 +45,21 @@ inline void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_
   for (int r = 0; r < 4; r++) d[r] = operand.result[r];
 }
 
+inline uint32_t transposed(uint32_t pair) {
+  struct Operand {
+    uint32_t pair, result;
+  } operand{pair, 0};
+  emulated::meet_warp("movmatrix", &operand, [] {
+    auto of = [](int lane) { return (Operand *)emulated::operand_of(lane); };
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 2; i++) {
+        int row = lane % 4 * 2 + i, column = lane / 4;
+        of(lane)->result |= (of(4 * row + column / 2)->pair >> 16 * (column % 2) & 0xffff) << 16 * i;
+      }
+  });
+  return operand.result;
+}
+
 inline uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
 inline uint64_t wide_product(uint32_t x, uint32_t y) { return (uint64_t)x * y; }
 
