@@ -6,7 +6,7 @@ attention over the selected tokens with the merge of both; and each of these par
 keys and values, ``sparse packed`` from a store packed along ``D`` whose sign plane is the index, ``packed`` attends to all
 tokens of a packed store. Queries are bfloat16. Keys and queries are random, so that heads of a group agree on few tokens;
 top_p is found, before anything is timed, such that ``--share`` of the tokens are selected. Dense sides, rounds, graphs and
-ratios are those of ``attend.py``.
+ratios are those of ``attend.py``. On CUDA the scan alone too, ``sign_scores``, for the shape of which the paper gives a time.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from torch_kvq.store import PackedStore, no_tokens
 
 CPU_SHAPES = [(1, 32, 8, 128, tokens) for tokens in (4096, 32768)]
 GPU_SHAPES = [(b, 32, 8, 128, tokens) for b, tokens in ((8, 32768), (8, 131072), (1, 32768), (1, 131072))]
+SCORES_SHAPES = [(1, query_heads, 8, 128, 16384) for query_heads in (8, 32)]  # the paper's has a query head a kv head
 EXACT, NUM_SINKS = 132, 4
 PARTS = ("quantise", "window attention", "scan and select", "attend and merge")
 SIDES = ("sparse", "sparse packed")
@@ -78,6 +79,10 @@ class Step:
         index, dim = (self.sign, self.factor, self.bias), self.q.shape[-1]
         to = self.scores, self.indices, self.count
         ops.sign_top_p_select(self.planes, self.terms, *index, dim, self.scale, 0, self.lses[0], self.top_p, *to)
+
+    def score(self) -> None:
+        index, dim = (self.sign, self.factor, self.bias), self.q.shape[-1]
+        ops.sign_scores(self.planes, self.terms, *index, dim, self.scale, 0, self.scores)
 
     def attend_and_merge(self) -> None:
         to = self.outs, self.lses, self.out, self.lse
@@ -174,6 +179,22 @@ def row_of(shape: tuple[int, ...], args: argparse.Namespace) -> dict:
     return dict(shape=shape, best_dense=best, read_bytes=read, dense_bytes=dense_bytes, selected=found, results=results)
 
 
+def scores_row(shape: tuple[int, ...], args: argparse.Namespace) -> dict:
+    """``sign_scores`` of ``T`` tokens alone."""
+    batch, query_heads, heads, dim, tokens = shape
+    sizes = ((query_heads, 1), (heads, tokens + EXACT), (heads, tokens + EXACT))
+    q, k, v = (torch.randn(batch, h, t, dim, device=args.device) for h, t in sizes)
+
+    def make() -> dict[str, Callable]:
+        step = steps_of(q.bfloat16(), k, v, args.bits)["sparse"]
+        step.quantise()
+        return dict(scores=step.score)
+
+    num_bytes = batch * heads * tokens * (4 * num_words(dim) + INDEX_BYTES)
+    times = timing.in_turn(attend.sides_of(make, num_bytes, args.device), args.rounds)
+    return dict(shape=shape, read_bytes=num_bytes, results={name: timing.summary(x) for name, x in times.items()})
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = timing.arguments(__doc__)
     parser.add_argument("--bits", type=int, default=3, help="of keys and values of the packed stores")
@@ -198,7 +219,9 @@ def main() -> None:
         rows.append(row_of(shape, args))
         sides = {name: rows[-1]["results"][name]["median_ms"] for name in (rows[-1]["best_dense"], *SIDES)}
         print(*shape, ", ".join(f"{name} {median:.3f} ms" for name, median in sides.items()), flush=True)
-    result = timing.result("attend_sparse", conditions, bits=args.bits, exact=EXACT, share=args.share, attend=rows)
+    scores = [scores_row(shape, args) for shape in SCORES_SHAPES] if args.device == "cuda" else []
+    numbers = dict(bits=args.bits, exact=EXACT, share=args.share, attend=rows, scores=scores)
+    result = timing.result("attend_sparse", conditions, **numbers)
     timing.show(attend_tables.sparse_views(result))
     if args.json:
         timing.save(result, args.json)

@@ -30,12 +30,14 @@ TWIN_SHARE = 2.5  # times that the Triton twin may take as long
 FLUSH_SHAPES, FLUSH_SHARE = ((8, 32, 8, 128, 32768), (1, 32, 8, 128, 32768)), 0.05
 SCAN_PARTS = ("scan", "select", "scan and select")  # the first two of results from before there was one operator
 # Of attend_sparse.py at SPARSE_SHARE: least speed-up by device and (B, Hq, Hk, d, T). SCAN_SHARE: scan, selection over dense.
+# SCORES_SHAPE: of sign_scores, microseconds at most.
 SPARSE_BARS = {
     ("cpu", 1, 32, 8, 128, 32768): 4.0,
     ("cuda", 8, 32, 8, 128, 32768): 4.0,
     ("cuda", 8, 32, 8, 128, 131072): 6.0,
 }
 SPARSE_SIDES, SPARSE_SHARE, SCAN_SHARE = ("sparse", "sparse packed", "packed"), 0.1, 0.1
+SCORES_SHAPE, SCORES_US = (1, 8, 8, 128, 16384), 5.0
 FAMILIES = ("avx512", "avx2")
 
 
@@ -188,6 +190,10 @@ def _sparse_all(result: dict) -> str:
             extremes = f"{three_digits(side['min_ms'])} - {three_digits(side['max_ms'])}"
             ratios = [f"{side[kind]:.2f}x" if kind in side else "" for kind in ("ratio", "ratio_of_minima", "to_packed")]
             rows.append([_shape(row), name, three_digits(side["median_ms"]), extremes, str(side["rounds"]), *ratios])
+    for row in result.get("scores", []):
+        side = row["results"]["scores"]
+        extremes = f"{three_digits(side['min_ms'])} - {three_digits(side['max_ms'])}"
+        rows.append([_shape(row), "sign_scores", three_digits(side["median_ms"]), extremes, str(side["rounds"]), "", "", ""])
     return table(
         ["Hq, Hk, d, tokens", "side", "ms", "min - max", "rounds", "speed-up", "of minima", "against packed attention"], rows
     )
@@ -199,9 +205,14 @@ def _sparse_bars(result: dict) -> list[Bar]:
         limit, parts = SPARSE_BARS.get((device, *row["shape"])), _parts_of(row, "sparse")
         if limit is None:
             continue
-        found.append(Bar(f"sparse {_shape(row)}", row["results"]["sparse"]["ratio"], limit))
+        for side in SPARSE_SIDES[: 1 + (device == "cuda")]:
+            found.append(Bar(f"{side} {_shape(row)}", row["results"][side]["ratio"], limit))
         if device == "cuda":
             dense_ms = row["results"][row["best_dense"]]["median_ms"]
             share = sum(parts[name]["median_ms"] for name in SCAN_PARTS if name in parts) / dense_ms
             found.append(Bar(f"scan and selection / dense {_shape(row)}", share, SCAN_SHARE, "%", at_most=True))
+    for row in result.get("scores", []):
+        if tuple(row["shape"]) == SCORES_SHAPE:
+            microseconds = 1e3 * row["results"]["scores"]["median_ms"]
+            found.append(Bar(f"sign_scores {_shape(row)}", microseconds, SCORES_US, "us", at_most=True))
     return found

@@ -21,7 +21,7 @@ class Bar:
 
     Args:
         value: ``None`` if it was not measured.
-        unit: ``x``, ``%`` (value and limit are shares) or nothing.
+        unit: ``x``, ``us``, ``%`` (value and limit are shares) or nothing.
     """
 
     what: str
@@ -38,11 +38,12 @@ class Bar:
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
     def cells(self) -> Cells:
-        scale, digits = {"%": (100, 1), "x": (1, 2), "": (1, 0)}[self.unit]
-        limit = f"{'<=' if self.at_most else '>='} {scale * self.limit:g}{self.unit}"
+        scale, digits = {"%": (100, 1), "x": (1, 2), "us": (1, 2), "": (1, 0)}[self.unit]
+        unit = f" {self.unit}" if self.unit == "us" else self.unit
+        limit = f"{'<=' if self.at_most else '>='} {scale * self.limit:g}{unit}"
         if self.value is None:
             return [self.what, limit, "", "not measured"]
-        return [self.what, limit, f"{scale * self.value:.{digits}f}{self.unit}", "held" if self.is_held else "MISSED"]
+        return [self.what, limit, f"{scale * self.value:.{digits}f}{unit}", "held" if self.is_held else "MISSED"]
 
 
 def bars(rows: list[Bar]) -> str:

@@ -121,6 +121,21 @@ def test_the_twin_is_compared_with_the_kernels(attended):
     assert found["Triton twin / packed, encode 4, 2, 64, 128"] == ["<= 2.5x", "2.60x", "MISSED"]
 
 
+def test_scores_of_the_paper_have_a_bar():
+    times = dict(median_ms=0.0051, min_ms=0.005, max_ms=0.006, rounds=9)
+    scores = [dict(shape=[1, 8, 8, 128, 16384], results=dict(scores=times))]
+    result = dict(conditions=dict(device="cuda"), attend=[], scores=scores)
+    assert [bar.cells()[1:] for bar in attend_tables._sparse_bars(result)] == [["<= 5 us", "5.10 us", "MISSED"]]
+    assert "sign_scores" in attend_tables._sparse_all(result)
+
+
+def test_scores_alone_are_measured():
+    args = attend_sparse.parse(["--rounds", "2", "--shapes", "4,2,64,600"])
+    with torch.inference_mode():
+        row = attend_sparse.scores_row((1, 4, 2, 64, 300), args)
+    assert row["results"]["scores"]["rounds"] == 2 and row["read_bytes"] == 2 * 300 * (8 + 4)
+
+
 def test_attend_sparse_measures_a_step_and_its_parts(tmp_path):
     options = ["--shapes", "4,2,64,600", "--rounds", "2", "--share", "0.2"]
     result = run("attend_sparse.py", *options, path=tmp_path / "attend_sparse_cpu.json")

@@ -38,12 +38,6 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t x, uint32_t y, uint32_t
   return r;
 }
 
-__device__ __forceinline__ uint64_t wide_product(uint32_t x, uint32_t y) {
-  uint64_t r;
-  asm("mul.wide.u32 %0, %1, %2;" : "=l"(r) : "r"(x), "r"(y));
-  return r;
-}
-
 // Copies of 16 bytes from global to shared memory that do not wait; a lane waits for its own with wait_copy_groups,
 // others' need __syncwarp after that.
 __device__ __forceinline__ void start_copy(uint32_t to, const void *from) {  // an address in shared memory

@@ -16,7 +16,7 @@ constexpr uint32_t NIBBLES = 0x11111111u;
 // Bytes of the codebook of `bits` bits, and the step; made by a whole warp from the levels that its lanes read before.
 struct ByteTable {
   uint32_t low, high;
-  uint32_t two, four, limb;  // 2, 4 and 256, which the compiler does not know: it would shift
+  uint32_t four, limb;  // 4 and 256, which the compiler does not know: it would shift
   float step;
   static __device__ __forceinline__ float level_of(const float *levels, int bits, int lane) {
     return levels[lane & ((1 << (bits - 1)) - 1)];
@@ -30,19 +30,14 @@ struct ByteTable {
     word |= __shfl_xor_sync(~0u, word, 1);
     word |= __shfl_xor_sync(~0u, word, 2);
     low = __shfl_sync(~0u, word, 0), high = __shfl_sync(~0u, word, 4);
-    two = __popc(__ballot_sync(~0u, lane < 2)), four = two * two, limb = __reduce_add_sync(~0u, 8u);
+    four = __popc(__ballot_sync(~0u, lane < 4)), limb = __reduce_add_sync(~0u, 8u);
   }
 };
 
 // The three bits of every code of a word as selectors of a byte permutation, four bits each. Phase p holds the codes
-// 4 n + p, the first four of them in `low`, the others in `high`.
+// 4 n + p, the first four of them in the lower half of its word.
 struct Selectors {
-  uint32_t word[4];   // of phases 2 and 3 two bits higher than they are used
-  uint32_t carry[2];  // what these have beyond bit 31
-  __device__ __forceinline__ uint32_t low(int phase) const { return phase < 2 ? word[phase] : word[phase] >> 2; }
-  __device__ __forceinline__ uint32_t high(int phase) const {
-    return phase < 2 ? word[phase] >> 16 : __funnelshift_r(word[phase], carry[phase - 2], 18);
-  }
+  uint32_t of_phase[4];
 };
 
 template <int BITS>
@@ -55,15 +50,12 @@ struct Planes {
     Selectors s;
     if constexpr (BITS == 2) {
       uint32_t u0 = select_bits(mag[0], sign << 1, even), u1 = select_bits(mag[0] >> 1, sign, even);
-      s.word[0] = u0 & pair, s.word[1] = u1 & pair, s.word[2] = u0 & ~pair, s.word[3] = u1 & ~pair;
-      s.carry[0] = s.carry[1] = 0;
+      s.of_phase[0] = u0 & pair, s.of_phase[1] = u1 & pair, s.of_phase[2] = u0 >> 2 & pair, s.of_phase[3] = u1 >> 2 & pair;
     } else {
       uint32_t u0 = select_bits(mag[0], mag[1] << 1, even), u1 = select_bits(mag[0] >> 1, mag[1], even);
-      uint32_t top = BITS == 3 ? sign : mag[BITS - 2];
-      uint64_t top0 = wide_product(top & even, t.four), top1 = wide_product(top & ~even, t.two);
-      s.word[0] = select_bits(u0, (uint32_t)top0, pair), s.word[2] = select_bits((uint32_t)top0, u0, pair);
-      s.word[1] = select_bits(u1, (uint32_t)top1, pair), s.word[3] = select_bits((uint32_t)top1, u1, pair);
-      s.carry[0] = (uint32_t)(top0 >> 32), s.carry[1] = (uint32_t)(top1 >> 32);
+      uint32_t top = BITS == 3 ? sign : mag[BITS - 2], t0 = top & even, t1 = top >> 1 & even;
+      s.of_phase[0] = select_bits(u0, t0 * t.four, pair), s.of_phase[2] = select_bits(u0 >> 2, t0, pair);
+      s.of_phase[1] = select_bits(u1, t1 * t.four, pair), s.of_phase[3] = select_bits(u1 >> 2, t1, pair);
     }
     return s;
   }
@@ -77,9 +69,9 @@ struct Planes {
   }
 
   // Bytes of codes n = 0 .. 3 and 4 .. 7 of a phase.
-  __device__ __forceinline__ void bytes(const ByteTable &t, uint32_t low, uint32_t high, int phase, uint32_t &b0,
+  __device__ __forceinline__ void bytes(const ByteTable &t, uint32_t selector, int phase, uint32_t &b0,
                                         uint32_t &b1) const {
-    b0 = permute_bytes(t.low, t.high, low), b1 = permute_bytes(t.low, t.high, high);
+    b0 = permute_bytes(t.low, t.high, selector), b1 = permute_bytes(t.low, t.high, selector >> 16);
     if constexpr (BITS == 4) {
       uint32_t negative = ((sign >> phase) & NIBBLES) << 2;  // picks byte 4, all ones
       b0 ^= permute_bytes(0, ~0u, negative), b1 ^= permute_bytes(0, ~0u, negative >> 16);

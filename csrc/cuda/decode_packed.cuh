@@ -165,7 +165,7 @@ struct PackedWarp {
       for (int phase = 0; phase < 4; phase++) {
 #pragma unroll
         for (int k = 0; k < 2; k++)
-          planes[k].bytes(table, s[k].low(phase), s[k].high(phase), phase, bytes[k][0], bytes[k][1]);
+          planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
         multiply(acc, query[4 * quad + phase], bytes[0], bytes[1]);
       }
     }
@@ -175,7 +175,7 @@ struct PackedWarp {
       for (int k = 0; k < 2; k++) {
         Planes<KBITS> planes = key_planes(sign[k], mag[k], word);
         uint32_t s = planes.selector(c);
-        planes.bytes(table, s, s >> 16, c, bytes[k][0], bytes[k][1]);
+        planes.bytes(table, s, c, bytes[k][0], bytes[k][1]);
       }
       multiply(acc, query[word], bytes[0], bytes[1]);
     }
@@ -301,8 +301,8 @@ struct PackedWarp {
       for (int pair = 0; pair < PAIRS; pair++) {
         uint32_t x0, x1, y0, y1;
         const Selectors &first_of = s[2 * pair], &second = s[2 * pair + 1];
-        planes[2 * pair].bytes(table, first_of.low(phase), first_of.high(phase), phase, x0, x1);
-        planes[2 * pair + 1].bytes(table, second.low(phase), second.high(phase), phase, y0, y1);
+        planes[2 * pair].bytes(table, first_of.of_phase[phase], phase, x0, x1);
+        planes[2 * pair + 1].bytes(table, second.of_phase[phase], phase, y0, y1);
 #pragma unroll
         for (int l = 0; l < LIMBS; l++) {
           int (&to)[4] = out[l][first + pair];

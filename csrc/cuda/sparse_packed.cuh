@@ -24,11 +24,13 @@ struct SelectedArgs {
   uint32_t key_sign, key_mag, value_sign, value_mag;  // bytes from token to token
 };
 
-// A step in shared memory, in words. Planes start 16 words apart in the banks, as their rows are written in turn.
+// A step in shared memory, in words. Planes start 16 words apart in the banks, as their rows are written in turn. What is
+// one word a token lies so that tokens 8 j + i, of which a lane needs those of some i, are side by side.
 struct StepLayout {
   static constexpr int LEN = 32, ROW = 4, PLANE = LEN * ROW + 16, KEYS = 0, VALUES = 3 * PLANE;
   static constexpr int KEY_SCALE = 6 * PLANE, VALUE_SCALE = KEY_SCALE + LEN;  // the word that holds a token's scale
   static constexpr int TOKENS = VALUE_SCALE + LEN, SIZE = TOKENS + LEN;
+  static __device__ __forceinline__ int place(int token) { return token % 8 * 4 + token / 8; }
 };
 
 // What limits is how many pieces of 64 bytes the memory finds in a second, not how many are asked for ahead: more
@@ -70,12 +72,12 @@ struct SelectedSource {
   // Starts the copies of a step; missing tokens get some other's. Two lanes copy the magnitudes of a token.
   __device__ __forceinline__ void start(const SelectedArgs &s, uint32_t *step, int token) const {
     using L = StepLayout;
-    step[L::TOKENS + lane] = (uint32_t)token;
+    step[L::TOKENS + L::place(lane)] = (uint32_t)token;
     uint32_t own = (uint32_t)max(token, 0), to = shared_address(step) + 16 * lane;
     start_copy(to + 4 * L::KEYS, advanced(key_sign, own, s.key_sign));
     start_copy(to + 4 * L::VALUES, advanced(value_sign, own, s.value_sign));
-    copy_async<4>(step + L::KEY_SCALE + lane, advanced(key_scale, own / 2, 4));
-    copy_async<4>(step + L::VALUE_SCALE + lane, advanced(value_scale, own / 2, 4));
+    copy_async<4>(step + L::KEY_SCALE + L::place(lane), advanced(key_scale, own / 2, 4));
+    copy_async<4>(step + L::VALUE_SCALE + L::place(lane), advanced(value_scale, own / 2, 4));
     to = shared_address(step) + 4 * L::PLANE * (1 + (lane & 1)) + 16 * (lane / 2);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -112,7 +114,7 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
       for (int phase = 0; phase < 4; phase++) {
 #pragma unroll
         for (int k = 0; k < 2; k++)
-          planes[k].bytes(table, s[k].low(phase), s[k].high(phase), phase, bytes[k][0], bytes[k][1]);
+          planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
         Packed::multiply(acc, query[phase], bytes[0], bytes[1]);
       }
       Packed::combine(acc, table, two);
@@ -134,19 +136,22 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
     float y[4][EACH];
     products(step, table, lane, y);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int e = 0; e < EACH; e++) {
+      uint32_t token[4], key[4], value[4];
+      const uint32_t *from = step + 4 * (OCT ? 2 * (lane & 3) + e : lane >> 2);
+      load_words(token, from + L::TOKENS), load_words(key, from + L::KEY_SCALE);
+      load_words(value, from + L::VALUE_SCALE);
 #pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        int i = EACH * j + e, at = 8 * j + (OCT ? 2 * (lane & 3) + e : lane >> 2);
-        int token = (int)step[L::TOKENS + at];
-        x[i] = y[j][e] * scale_of(step[L::KEY_SCALE + at], token);
-        scale[i] = scale_of(step[L::VALUE_SCALE + at], token);
+      for (int j = 0; j < 4; j++) {
+        int i = EACH * j + e, id = (int)token[j];
+        x[i] = y[j][e] * scale_of(key[j], id), scale[i] = scale_of(value[j], id);
         if (!restricted) continue;
         float z = fmaf(x[i], row.factor, row.bias);
         if (softcap > 0) z = soft_capped(z, softcap);
-        x[i] = token < 0 ? -INFINITY : mask.data ? mask.add(z, token) : z;
-        scale[i] = token < 0 ? 0 : scale[i];
+        x[i] = id < 0 ? -INFINITY : mask.data ? mask.add(z, id) : z;
+        scale[i] = id < 0 ? 0 : scale[i];
       }
+    }
   }
 
   // Weights times scales as bytes of B fragments: of tokens 2 c and 2 c + 1 of matrices 0 and 1, then of 2 and 3.
@@ -200,8 +205,8 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
 #pragma unroll
       for (int phase = 0; phase < 4; phase++) {
         uint32_t x0, x1, y0, y1;
-        first.bytes(table, s.low(phase), s.high(phase), phase, x0, y0);
-        second.bytes(table, t.low(phase), t.high(phase), phase, x1, y1);
+        first.bytes(table, s.of_phase[phase], phase, x0, y0);
+        second.bytes(table, t.of_phase[phase], phase, x1, y1);
 #pragma unroll
         for (int l = 0; l < LIMBS; l++) {
           int (&to)[4] = out[l][4 * dims + phase];

@@ -61,7 +61,6 @@ inline uint32_t transposed(uint32_t pair) {
 }
 
 inline uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
-inline uint64_t wide_product(uint32_t x, uint32_t y) { return (uint64_t)x * y; }
 
 inline void start_copy(void *to, const void *from, bool valid) {
   static const char zeros[16] __attribute__((aligned(16))) = {};
