@@ -60,12 +60,7 @@ __device__ __forceinline__ const char *advanced(const char *p, uint32_t x, uint3
   return r;
 }
 
-// Has an address computed by this point, not where it is used.
-template <class X>
-__device__ __forceinline__ void hold(X *&address) {
-  asm volatile("" : "+l"(address));
-}
-// The same of an index, and not a second time.
+// Has an index computed by this point, as hold() of an address, and not a second time.
 __device__ __forceinline__ void hold(int &index) { asm volatile("" : "+r"(index)); }
 __device__ __forceinline__ void hold(uint32_t &index) { asm volatile("" : "+r"(index)); }
 

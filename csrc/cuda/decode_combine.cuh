@@ -151,8 +151,10 @@ __global__ void __launch_bounds__(NUM_THREADS)
   int rows = a.rows, bh = blockIdx.x / rows, row = blockIdx.x - bh * rows, t = threadIdx.x, count = parts.count();
   int b = bh / a.heads, h = bh - b * a.heads, column = t % COLUMNS, lane = t / COLUMNS, in_warp = t % 32;
   QueryPlace place(a, b, h, row);
-  const float2 *state = parts.state + ((int64_t)bh * count * rows + row);
-  const float *sums = parts.sums + ((int64_t)bh * count * rows + row) * VDIM + 4 * column;
+  // 32 bits reach over 64 GiB of sums and take half the registers of an address.
+  uint32_t first = (uint32_t)bh * count * rows + row;
+  auto state_of = [&](int p) { return parts.state[first + (uint32_t)p * rows]; };
+  auto sums_of = [&](int p) { return ((const float4 *)parts.sums)[(first + (uint32_t)p * rows) * COLUMNS + column]; };
   float sink = a.sink_logits ? a.sink_logits[place.head] * LOG2E : NO_SCORE;
   RowEnd<T, VDIM> end;
   if (t < 32) end.load(a.values, b, h, t);
@@ -162,15 +164,14 @@ __global__ void __launch_bounds__(NUM_THREADS)
   float2 mine[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; i++)
-    mine[i] = in_warp + 32 * i < count ? state[(in_warp + 32 * i) * rows] : make_float2(NO_SCORE, 0);
+    mine[i] = in_warp + 32 * i < count ? state_of(in_warp + 32 * i) : make_float2(NO_SCORE, 0);
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
-    if (lane < LANES && lane + i * LANES < count)
-      ahead[i] = *(const float4 *)(sums + (int64_t)(lane + i * LANES) * rows * VDIM);
+    if (lane < LANES && lane + i * LANES < count) ahead[i] = sums_of(lane + i * LANES);
   float most = sink;
 #pragma unroll
   for (int i = 0; i < EACH; i++) most = fmaxf(most, mine[i].x);
-  for (int p = in_warp + 32 * EACH; p < count; p += 32) most = fmaxf(most, state[p * rows].x);
+  for (int p = in_warp + 32 * EACH; p < count; p += 32) most = fmaxf(most, state_of(p).x);
   most = largest_of_warp(most);
   float all = 0, packed = 0, *weight = weights + t / 32 * count;
   auto weigh = [&](int p, float2 s) {
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(NUM_THREADS)
 #pragma unroll
   for (int i = 0; i < EACH; i++)
     if (in_warp + 32 * i < count) weigh(in_warp + 32 * i, mine[i]);
-  for (int p = in_warp + 32 * EACH; p < count; p += 32) weigh(p, state[p * rows]);
+  for (int p = in_warp + 32 * EACH; p < count; p += 32) weigh(p, state_of(p));
   __syncwarp();
   if (lane < LANES) {
     float4 both[2] = {};
@@ -197,8 +198,7 @@ __global__ void __launch_bounds__(NUM_THREADS)
     for (int i = 0; i < AHEAD; i++)
       if (lane + i * LANES < count) add(lane + i * LANES, ahead[i]);
 #pragma unroll 4
-    for (int p = lane + AHEAD * LANES; p < count; p += LANES)
-      add(p, *(const float4 *)(sums + (int64_t)p * rows * VDIM));
+    for (int p = lane + AHEAD * LANES; p < count; p += LANES) add(p, sums_of(p));
     *(float4 *)&partial[lane][0][4 * column] = both[0], *(float4 *)&partial[lane][1][4 * column] = both[1];
   }
   if (t / 32 == 1) {

@@ -43,7 +43,7 @@ struct Head {
   float unit;              // of the coordinates
   int x_bytes;             // from a token to the next
   uint32_t strides[BITS];  // bytes from a token or block to the next
-  int start;               // first token of the store to encode
+  int start, stop;         // tokens of the store to encode, up to the last ones of this block of threads
   int rule;
   Dtype dtype;
 };

@@ -13,7 +13,7 @@ namespace halves {
 
 // Blocks of threads share the 32-token blocks of a head evenly. In each, pairs of warps take turns; each warp of a pair
 // encodes 16 tokens of its block.
-constexpr int PAIRS = WARPS / 2;
+constexpr int PAIRS = WARPS / 2, TURN_LEN = WARPS * PART_LEN;
 struct Plan {
   int ctas;                          // of all heads
   int ctas_per_head, share, longer;  // of a head; blocks of each, and how many of them have one more
@@ -41,7 +41,8 @@ __device__ __forceinline__ void store_keys(const Head<DIM, BITS, false> &head, i
 #pragma unroll
   for (int p = 0; p < BITS; p++) {
     strides[p] = head.strides[p];
-    planes[p] = head.planes[p] + 4 * c + (uint64_t)(uint32_t)(first + g) * strides[p];
+    planes[p] = head.planes[p] + (uint64_t)(uint32_t)(first + g) * strides[p];
+    hold(planes[p]), planes[p] += 4 * c;
   }
 #pragma unroll
   for (int r = 0; r < 2; r++)
@@ -101,19 +102,25 @@ __device__ __forceinline__ void store_values(const Head<DIM, BITS, true> &head, 
   each([](uint32_t x, uint32_t *at) { *at = x; });
 }
 
-// 16 tokens of a head, from token `first` of the store on, of which those in `valid` are to be written, one bit each.
+// 16 tokens of a head, from token `first` of the store on, of which those in `valid` are to be written, one bit each;
+// its upper half means nothing.
 struct Part {
   int first;
   uint32_t valid;
 };
 
-// Encodes a part, whose rows have been asked for, and asks for those of the next; returns the words.
+// The first `count` of 32 tokens, one bit each; none if it is negative.
+__device__ __forceinline__ uint32_t first_tokens(int count) { return ~__funnelshift_lc(0, ~0u, count > 0 ? count : 0); }
+
+// Encodes a part, whose rows have been asked for; finds the next part of the warp and asks for its rows. Not before
+// products have mixed this one, which take all registers. Returns the words.
 template <int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ void encode_part(const Head<DIM, BITS, VALUES> &head, Slots<DIM> &slots, const Part &part,
-                                            const Part &next, Codes<DIM, BITS> &codes) {
+                                            Part &next, Codes<DIM, BITS> &codes) {
   Tile<DIM> y;
   wait_copies();
   Mixed mixed = mix(head, slots[0] + lane_id(), part.valid, y);
+  next.first = opaque(part.first) + TURN_LEN, next.valid = first_tokens(head.stop - next.first);
   copy_rows<DIM>(head.x, head.x_bytes, next.first - head.start, next.valid, slots);
   finish_rotation(head, y);
   float scale = encode_tile<DIM, BITS>(head, y, mixed, codes);
@@ -137,38 +144,37 @@ __device__ __forceinline__ void encode_share(const Coding &c, const Plan &plan, 
   auto *words = (Words<DIM, BITS> *)shared.words;
   uint32_t index = number / plan.ctas_per_head, heads = (uint32_t)c.heads, batch = index / heads;
   uint32_t of_batch = index % heads;
-  int start = (int)c.start, stop = (int)(c.start + c.tokens), pair = warp_id() / 2, half = warp_id() % 2;
+  int start = (int)c.start, pair = warp_id() / 2, half = warp_id() % 2, own = warp_id() * PART_LEN;
   int cta = (int)(number % plan.ctas_per_head), more = cta < plan.longer ? cta : plan.longer;
-  int block = start / BLOCK_LEN + cta * plan.share + more + pair, end = block - pair + plan.share + (cta < plan.longer);
-  auto part_of = [&](int block, uint32_t valid) {
-    return Part{block * BLOCK_LEN + half * PART_LEN, valid >> half * PART_LEN & 0xffff};
-  };
-  uint32_t valid = block < end ? valid_tokens(block, start, stop) : 0;
-  Part part = part_of(block, valid);
+  int block = start / BLOCK_LEN + cta * plan.share + more, end = (block + plan.share + (cta < plan.longer)) * BLOCK_LEN;
+  int all = (int)(c.start + c.tokens), stop = end < all ? end : all;
+  Part part = {block * BLOCK_LEN + own, 0};
+  part.valid = valid_tokens(0, start - part.first, stop - part.first);
   Parameters<DIM, BITS, VALUES> parameters;
   parameters.load(c, batch, of_batch);
   copy_rows<DIM>(row_at(c.x, batch, of_batch, 0), (int)(2 * c.x.stride[2]), part.first - start, part.valid,
                  shared.slots[warp_id()]);
+  if (threadIdx.x == 0) head.stop = stop;
   parameters.fill(c, batch, of_batch, head);
 #pragma unroll 1
-  for (bool odd = false; block - pair < end; block += PAIRS, odd = !odd) {
-    uint32_t valid_of_next = block + PAIRS < end ? valid_tokens(block + PAIRS, start, stop) : 0;
-    Part part = part_of(block, valid);
+  while (VALUES ? part.first - own < stop : part.first < stop) {  // warps of a pair wait for each other, if of values
+    Part next;
     Codes<DIM, BITS> codes;
-    encode_part(head, shared.slots[warp_id()], part, part_of(block + PAIRS, valid_of_next), codes);
+    encode_part(head, shared.slots[warp_id()], part, next, codes);
     if constexpr (VALUES) {
-      Words<DIM, BITS> &own = words[odd];
+      Words<DIM, BITS> &of_turn = words[(uint32_t)part.first / TURN_LEN % 2];
 #pragma unroll
       for (int e = 0; e < BITS * Sums<DIM, BITS>::GROUPS; e++)
-        own[e % BITS][e / BITS][pair][half][lane_id()] =
+        of_turn[e % BITS][e / BITS][pair][half][lane_id()] =
             make_uint2(codes[0][e % BITS][e / BITS], codes[1][e % BITS][e / BITS]);
       sync_pair(pair);
-      uint32_t kept = valid_tokens(block, 0, start);
-      store_values(head, block, own, pair, half, valid, kept);
+      int block = (int)((uint32_t)part.first / BLOCK_LEN);
+      uint32_t kept = first_tokens(start - block * BLOCK_LEN), valid = first_tokens(stop - block * BLOCK_LEN) & ~kept;
+      store_values(head, block, of_turn, pair, half, valid, kept);
     } else {
       store_keys<DIM, BITS>(head, part.first, part.valid, codes);
     }
-    valid = valid_of_next;
+    part = next;
   }
 }
 

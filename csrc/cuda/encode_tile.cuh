@@ -36,7 +36,8 @@ __device__ __forceinline__ void copy_rows(const char *x, int row_bytes, int firs
   int lane = lane_id(), g = lane / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const char *row = x + (int64_t)row_bytes * (first + g + 8 * r) + 16 * (lane % 4);
+    const char *row = x + (int64_t)row_bytes * (first + g + 8 * r);
+    hold(row), row += 16 * (lane % 4);
     if (valid >> (g + 8 * r) & 1)
 #pragma unroll
       for (int m = 0; m < DIM / 32; m++) copy_async<16>(&slots[2 * m + r][lane], row + 64 * m);
@@ -151,9 +152,9 @@ struct Sums {
 
   // The element of token g or g + 8, that of the first in even lanes.
   __device__ __forceinline__ static float diagonal(const float (&x)[2][4]) {
-    int g = lane_id() / 4, from = 4 * g + g / 2;
-    float first = __shfl_sync(ALL_LANES, g % 2 ? x[0][1] : x[0][0], from);
-    float second = __shfl_sync(ALL_LANES, g % 2 ? x[1][3] : x[1][2], from);
+    int g = lane_id() / 4;
+    float first = __shfl_sync(ALL_LANES, g % 2 ? x[0][1] : x[0][0], g / 2, 4);
+    float second = __shfl_sync(ALL_LANES, g % 2 ? x[1][3] : x[1][2], g / 2, 4);
     return lane_id() % 2 ? second : first;
   }
 };

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(WARPS *WARP) index_keys(const __grid_constant_
   float factor = total > 0 ? square / total : 0;
   ((__half *)index.factor)[b * index.factor_stride[0] + h * index.factor_stride[1] + at] =
       __float2half_rn(factor > HALF_MAX ? HALF_MAX : factor);
-  if (query_centre)
+  if (n.query_centre.data)
     ((__half *)index.bias)[b * index.bias_stride[0] + h * index.bias_stride[1] + at] =
         __float2half_rn(within_half(bias));
 }

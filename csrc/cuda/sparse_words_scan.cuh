@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(SCAN_WARPS *WARP, SCAN_CTAS)
     __syncwarp();  // before the copies of the chunk after the next
     at.first += CHUNK;
     if (queries.out) queries.out += CHUNK;
-    if (at.first >= s.tokens && left > 1) at.next_rows(s, plan), queries = ScanQueries<Out>(s, at, lane);
+    if (at.first >= s.tokens && left > 1) at = ahead, queries = ScanQueries<Out>(s, at, lane);  // of the next rows
   }
 }
 

@@ -107,7 +107,7 @@ struct ItemPlace {
     return (int)(k * a.heads / w.selections);
   }
   __device__ __forceinline__ int64_t head(const Attention &a, const Work &w, int row) const {
-    return (int64_t)k * (w.rows / (int)a.queries) + row / (int)a.queries;
+    return k * (w.rows / (int)a.queries) + row / (int)a.queries;
   }
   __device__ __forceinline__ int64_t query(const Attention &a, int row) const { return row % (int)a.queries; }
 };

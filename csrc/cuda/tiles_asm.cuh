@@ -58,6 +58,11 @@ __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// Has an address computed by this point, not where it is used.
+template <class X>
+__device__ __forceinline__ void hold(X *&address) {
+  asm volatile("" : "+l"(address));
+}
 
 }  // namespace cuda
 }  // namespace kvq

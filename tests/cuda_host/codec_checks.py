@@ -15,7 +15,7 @@ HALF_CODES_TOLERANCE = 2e-3  # the same of kernels that round coordinates to flo
 EDGE_TOLERANCE = 2**-8  # root mean squares of a vector between a coordinate and the edge of its code, if that differs
 RAGGED = ((0, 1), (1, 33), (33, 64), (64, 64), (64, 101))  # pieces that begin and end inside words
 BLOCKS = ((0, 16), (16, 32), (32, 48))
-TURNS = ((0, 5), (5, 730), (730, 763))  # of which warps take several in turn, where there is room for few
+TURNS = ((0, 5), (5, 730), (730, 763), (763, 1100))  # of which warps take several in turn, where there is room for few
 
 # Keys and values that CUDA kernels encode one after the other: head dims, bits, rotation, dtype, values without statistics.
 APART = [

@@ -73,8 +73,6 @@ inline void start_copy(uint32_t to, const void *from) { copy_async<16>(emulated:
 inline void start_copy_of_8(uint32_t to, const void *from) { copy_async<8>(emulated::block.shared + to, from); }
 
 inline const char *advanced(const char *p, uint32_t x, uint32_t y) { return p + (uint64_t)x * y; }
-template <class X>
-void hold(X *&) {}
 inline void hold(int &) {}
 inline void hold(uint32_t &) {}
 inline int thread_again() { return (int)threadIdx.x; }

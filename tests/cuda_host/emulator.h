@@ -157,8 +157,8 @@ inline void __syncwarp(unsigned = ~0u) { emulated::meet_warp("syncwarp", nullptr
 inline void __threadfence() {}
 
 template <class T>
-T __shfl_sync(unsigned, T value, int from) {
-  return emulated::shuffle(value, from % emulated::WARP);
+T __shfl_sync(unsigned, T value, int from, int width = emulated::WARP) {
+  return emulated::shuffle(value, emulated::thread->lane / width * width + from % width);
 }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int by) {
@@ -268,6 +268,9 @@ inline float __frcp_rn(float x) { return 1 / x; }
 inline float __saturatef(float x) { return x > 1 ? 1.0f : x > 0 ? x : 0.0f; }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, int by) {
   return ((uint64_t)high << 32 | low) << (by & 31) >> 32;
+}
+inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned by) {
+  return by < 32 ? __funnelshift_l(low, high, (int)by) : low;
 }
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
   float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);

@@ -86,6 +86,8 @@ inline void load_straight(uint32_t (&r)[4], const void *shared) { load_matrices(
 
 inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 inline int opaque(int x) { return x; }
+template <class X>
+void hold(X *&) {}
 inline float fast_exp2(float x) { return exp2f(x); }
 
 // A copy that lands at once or when it is waited for.
