@@ -43,6 +43,27 @@ def test_attend_of_few_rows(case):
     attend_checks.check_few_rows(ops, DEVICE, case)
 
 
+@pytest.mark.parametrize("case", attend_checks.NEAR_CASES, ids=named)
+def test_attend_of_few_exact_tokens(case):
+    attend_checks.check_few_rows(ops, DEVICE, case)
+
+
+@pytest.mark.parametrize("dtype", attend_checks.HALF)
+@pytest.mark.parametrize("exact", [4, 17, 132])
+def test_few_exact_tokens_in_a_buffer(exact, dtype):
+    attend_checks.check_near_in_a_buffer(ops, DEVICE, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", attend_checks.HALF)
+def test_few_exact_tokens_of_dead_rows(dtype):
+    attend_checks.check_near_of_dead_rows(ops, DEVICE, dtype)
+
+
+@pytest.mark.parametrize("place", ["query", "key", "value", "mask"])
+def test_nan_of_few_exact_tokens(place):
+    attend_checks.check_near_of_nan(ops, DEVICE, place)
+
+
 @pytest.mark.parametrize("tokens", [100, 4097])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_attend_of_no_rows(dim, tokens):

@@ -10,6 +10,7 @@ namespace {
 constexpr int MAX_ROWS = 128;
 
 int64_t with_kernel(Action action, const Attention &a, void *scratch, cudaStream_t stream) {
+  if (decode_near(FITS, a, nullptr, nullptr)) return decode_near(action, a, nullptr, stream);
   switch (1000 * a.dim + a.value_dim) {
     case 64064:
       return decode_64(action, a, scratch, stream);

@@ -24,6 +24,7 @@ KVQ_DECODE(96);
 KVQ_DECODE(128);
 KVQ_DECODE(192);
 KVQ_DECODE(256);
+KVQ_DECODE(near);  // any of these, where there are no packed tokens and few exact ones
 #undef KVQ_DECODE
 
 }  // namespace cuda

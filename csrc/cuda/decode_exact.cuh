@@ -70,7 +70,6 @@ struct ExactWarp {
   // Weights of tokens 8 n + 2c and the next as B fragments, rounded, and what rounding left over; raises the maximum.
   __device__ __forceinline__ void weights(const DecodeArgs &a, const RowMask &mask, int first, int c, float (&x)[2][4],
                                           float &keep, uint32_t (&upper)[2], uint32_t (&lower)[2]) {
-    float most = top;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int token = first + 8 * (i / 2) + 2 * c + i % 2;
@@ -81,8 +80,13 @@ struct ExactWarp {
         y = -INFINITY;
       else if (mask.data)
         y = mask.add(y, token < a.num_sinks ? token - a.num_sinks : token - a.num_sinks + a.length);
-      most = fmaxf(most, y);
     }
+    weigh(x, keep, upper, lower);
+  }
+  // The same of scores that count as they are, times log2 e.
+  __device__ __forceinline__ void weigh(const float (&x)[2][4], float &keep, uint32_t (&upper)[2],
+                                        uint32_t (&lower)[2]) {
+    float most = fmaxf(fmaxf(fmaxf(fmaxf(top, x[0][0]), x[0][1]), x[1][0]), x[1][1]);
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
     keep = fast_exp2(top - most);

@@ -47,6 +47,34 @@ FEW_ROW_CASES += [
     ]
 ]
 FEW_ROW_CASES += [Case("body-and-long-exact", tokens=1700, exact=1100, dim=128, dtype=torch.bfloat16)]
+# Exact tokens alone and few: a warp for 16 of them, up to 320 (head dims up to 128), 256 (192) or 192 (256).
+NEAR = Case("near", tokens=0, exact=132, heads=2, group=4, dim=128, dtype=torch.bfloat16)
+NEAR_CASES = [
+    dataclasses.replace(NEAR, name=f"near-{name}", **fields)
+    for name, fields in [
+        *((f"E{n}", dict(exact=n)) for n in (4, 15, 16, 17, 132, 144, 145, 300, 320, 321)),
+        *((f"D{d}-E{n}", dict(dim=d, exact=n, dtype=torch.float16)) for d in (64, 80, 96, 128) for n in (30, 132, 320)),
+        *((f"D256-E{n}", dict(dim=256, exact=n, dtype=torch.float16)) for n in (30, 132, 192, 193)),
+        *((f"D192-E{n}", dict(dim=192, value_dim=128, exact=n)) for n in (30, 132, 256, 257)),
+        *((f"G{g}", dict(group=g, exact=145)) for g in (1, 2, 3, 5, 8, 16)),
+        *((f"M{m}-D{d}", dict(queries=m, group=2, dim=d, exact=50)) for m in range(1, 9) for d in (64, 128)),
+        *((f"{m}-D80", dict(mask=m, queries=3, batch=2, dim=80)) for m in ("bool", "float", "heads", "dead")),
+        *((m, dict(mask=m, queries=3, batch=2)) for m in ("bool", "float", "heads", "dead", "row", "column", "ones")),
+        ("one", dict(exact=1, num_sinks=0)),
+        ("no-sinks", dict(num_sinks=0, mask="float", group=5)),
+        ("softcap", dict(softcap=5.0, size=3.0, queries=2)),
+        ("softcap-float", dict(softcap=5.0, mask="float", group=8)),
+        ("sink-logits", dict(sink_logits=True, queries=2)),
+        ("sink-logits-dead", dict(sink_logits=True, mask="dead", exact=20)),
+        ("sink-logits-rows", dict(sink_logits=True, group=7, softcap=20.0, mask="bool", strided=True)),
+        ("nothing", dict(exact=0, num_sinks=0)),
+        ("nothing-sink-logits", dict(exact=0, num_sinks=0, sink_logits=True, group=8)),
+        ("strided", dict(strided=True, queries=5, batch=2)),
+        ("bits", dict(bits=(4, 2), dtype=torch.float16)),
+        ("plain", dict(plain=True, batch=3)),
+        ("large", dict(size=8.0)),
+    ]
+]  # fmt: skip
 # Too large for the emulator: on a card with room for some 264 CTAs, eight clusters of eight, clusters of two, CTAs alone.
 CARD_CASES = [
     dataclasses.replace(case, dim=128, name=f"{case.name}-D128", dtype=torch.bfloat16)
@@ -146,15 +174,57 @@ def check_against_float64(ops, device, arguments, tolerance):
     return out, lse
 
 
-def check_few_rows(ops, device, case):
-    """As ``check_attend``, of an output in the queries' dtype: only then the kernels for few rows answer."""
-    arguments = problem(case)[0]
+def check_against_float64_rounded(ops, device, arguments, dtype, tolerance=0.0):
+    """As ``check_against_float64``, of an output in the queries' dtype: only then the kernels for few rows answer."""
     expected, expected_lse = attend64(*arguments)
-    out, lse = run_attend(ops, device, arguments, expected.shape, case.dtype)
-    rounding = relative_error(expected.to(case.dtype), expected)
-    assert_close(out, lse, expected, expected_lse, tolerance_of(case) + rounding)
+    out, lse = run_attend(ops, device, arguments, expected.shape, dtype)
+    rounding = relative_error(expected.to(dtype), expected)
+    assert_close(out, lse, expected, expected_lse, max(tolerance, TOLERANCE[dtype]) + rounding)
+    return out, lse
+
+
+def check_few_rows(ops, device, case):
+    out, lse = check_against_float64_rounded(ops, device, problem(case)[0], case.dtype, tolerance_of(case))
     if case.mask == "dead" and not case.sink_logits:
         assert (lse[:, :, 0] == -torch.inf).all() and (out[:, :, 0] == 0).all()
+
+
+def check_near_in_a_buffer(ops, device, exact, dtype):
+    """Exact tokens that are a view of more, with NaN around them."""
+    arguments = list(problem(dataclasses.replace(NEAR, name="buffer", exact=exact, queries=2, mask="bool", dtype=dtype))[0])
+    for place in (3, 4):
+        x = arguments[place]
+        whole = torch.full((*x.shape[:2], exact + 50, x.shape[3]), torch.nan, dtype=dtype)
+        arguments[place] = whole[:, :, 20 : 20 + exact].copy_(x)
+    check_against_float64_rounded(ops, device, arguments, dtype)
+
+
+def check_near_of_dead_rows(ops, device, dtype):
+    """A mask of -inf alone for whole rows, of other rows for whole warps."""
+    case = dataclasses.replace(NEAR, name="dead-float", mask="float", group=3, queries=2, dtype=dtype)
+    arguments = list(problem(case)[0])
+    mask = arguments[MASK].clone()
+    mask[:, 1] = -torch.inf
+    mask[:, 2, 1, :48] = -torch.inf
+    arguments[MASK] = mask
+    out, lse = check_against_float64_rounded(ops, device, arguments, dtype)
+    assert (out[:, 1] == 0).all() and (lse[:, 1] == -torch.inf).all()
+
+
+def check_near_of_nan(ops, device, place):
+    """A NaN makes NaN of the rows that see it, of no others."""
+    case = dataclasses.replace(NEAR, name="nan", mask="float", num_sinks=0)
+    arguments = list(problem(case)[0])
+    arguments[MASK] = torch.zeros_like(arguments[MASK])
+    at, row = {"query": (0, 0), "key": (3, 131), "value": (4, 131), "mask": (MASK, 0)}[place]
+    expected = attend64(*arguments)[0]
+    arguments[at] = arguments[at].clone()
+    arguments[at][0, 0, row, 9] = torch.nan
+    out, lse = run_attend(ops, device, arguments, expected.shape, case.dtype)
+    stop = case.group if place in ("key", "value") else 1  # of the heads that see it
+    seen = out[0, :stop, :, 9] if place == "value" else out[0, :stop]
+    assert seen.isnan().all() and (place == "value" or lse[0, :stop].isnan().all())
+    assert relative_error(out[0, stop:], expected[0, stop:]) <= 4e-3 and lse[0, stop:].isfinite().all()
 
 
 def check_no_rows(ops, device, case):

@@ -30,7 +30,7 @@ CUDA_INCLUDE = Path("/usr/local/cuda/include")
 FOLDER = ROOT / "build" / "kvq_emulated"
 
 OPS = "attend qk pv prepare finish rotate encode encode_64 encode_128 encode_256 decode merge".split()
-OPS += "decode_attend decode_64 decode_80 decode_128 decode_192 decode_256".split()  # for few rows
+OPS += "decode_attend decode_near decode_64 decode_80 decode_128 decode_192 decode_256".split()  # for few rows
 PREFIXES = ("tiles", "sparse")
 
 FEW_ROWS = "bool decode_fits(const Attention &a) {"
@@ -81,7 +81,7 @@ def write_sources(folder: Path) -> list[Path]:
 
 def level_of(path: Path) -> str:
     """How a source is optimised: what is compiled for many shapes, and run for few of them, takes half as long with -Og."""
-    return "-Og" if re.match(r"decode_\d", path.name) else "-O1"
+    return "-Og" if re.match(r"decode_(\d|near)", path.name) else "-O1"
 
 
 def build(folder: Path, jobs: int = 2) -> Path:

@@ -38,6 +38,31 @@ def test_attend_of_few_rows(ops, case, monkeypatch):
     checks.check_few_rows(ops, "cpu", case)
 
 
+@pytest.mark.parametrize("case", checks.NEAR_CASES, ids=checks.named)
+def test_attend_of_few_exact_tokens(ops, case, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_few_rows(ops, "cpu", case)
+
+
+@pytest.mark.parametrize("dtype", checks.HALF)
+@pytest.mark.parametrize("exact", [4, 17, 132])
+def test_few_exact_tokens_in_a_buffer(ops, exact, dtype, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_near_in_a_buffer(ops, "cpu", exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", checks.HALF)
+def test_few_exact_tokens_of_dead_rows(ops, dtype, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_near_of_dead_rows(ops, "cpu", dtype)
+
+
+@pytest.mark.parametrize("place", ["query", "key", "value", "mask"])
+def test_nan_of_few_exact_tokens(ops, place, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_near_of_nan(ops, "cpu", place)
+
+
 @pytest.mark.parametrize("tokens", [100, 4097])
 @pytest.mark.parametrize("dim", [80, 128, 256])
 def test_few_rows_have_kernels_of_their_own(ops, dim, tokens, monkeypatch):
