@@ -126,10 +126,10 @@ __device__ __forceinline__ void attend_exact_apart(const DecodeArgs &a, const Pa
 template <class T, class S>
 __device__ __forceinline__ void end_part(const DecodeArgs &a, const Parts &parts, const typename S::Packed &packed,
                                          float value_step, char *memory) {
-  // Read anew where that saves registers; head dims with exact tokens apart would spill.
+  // Read anew where that saves registers.
   int3 block{(int)blockIdx.x, (int)blockIdx.y, (int)blockIdx.z};
   int thread = threadIdx.x;
-  if constexpr (!S::EXACT_APART) block = block_again(), thread = thread_again();
+  if constexpr (!S::EXACT_APART || !S::ROOM) block = block_again(), thread = thread_again();
   int warp = thread / 32, lane = thread % 32, b = block.x / a.heads, h = block.x - b * a.heads;
   int first_row = block.z * S::NUM_ROWS, rows = min(a.rows - first_row, S::NUM_ROWS);
   float *exact = (float *)(memory + S::EXACT);
@@ -224,6 +224,7 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
     float x[S::Packed::TOKENS];
     wait_copy_groups<1>();
     __syncwarp();
+    if constexpr (!S::ROOM) packed.load_fragments(queries.bytes, g, c);  // not kept while values are summed
     packed.scores(words, at, keys, c, x);
     __syncwarp();
     start_keys(source, tile + WARPS);

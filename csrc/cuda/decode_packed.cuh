@@ -61,6 +61,7 @@ struct PackedWarp {
   static constexpr int CHUNKS = SUMMED / 32, REST = SUMMED % 32 / 16, MTILES = SUMMED / 16, LIMBS = OCT ? 2 : 1;
   static constexpr int HALVES = OCT ? 2 : 1, TOKENS = HALVES * HALF_LEN;  // of a tile, whose softmax a lane does
   static constexpr int SUM_ROWS = OCT ? 2 : 1;                            // whose sums a lane has
+  static constexpr int AT_ONCE = OCT ? 1 : 2;                             // tokens of a lane in one product of keys
 
   // Of lane (g, c): the row whose softmax it does, the first token of a tile that it does, whether it is the first lane
   // of that row, row `i` of its sums.
@@ -105,6 +106,9 @@ struct PackedWarp {
   // `bytes` [2 limbs][ROWS][ROW_BYTES], `info` [ROWS] in shared memory.
   __device__ __forceinline__ void load_queries(const char *bytes, const RowInfo *info, int g, int c) {
     row = info[row_of(g, c)];
+    load_fragments(bytes, g, c);
+  }
+  __device__ __forceinline__ void load_fragments(const char *bytes, int g, int c) {
     const char *from = bytes + 8 * c + (OCT ? g : g / 2 + g % 2 * ROWS) * Q::ROW_BYTES;
 #pragma unroll
     for (int s = 0; s < L::WORDS; s++) {
@@ -134,15 +138,13 @@ struct PackedWarp {
       for (int i = 0; i < 4; i++) acc[k][i] = (OCT ? i / 2 : i % 2) ? row.half_sum : 0;
   }
 
-  // One step of the products of two tokens' bytes with the queries.
-  __device__ __forceinline__ void multiply(int (&acc)[HALVES][4], const uint32_t (&q)[OCT ? 4 : 2],
-                                           const uint32_t (&first)[2], const uint32_t (&second)[2]) const {
-    if constexpr (OCT) {
-      mma_int8<false>(acc[0], q[0], q[1], q[2], q[3], first[0], first[1], acc[0]);
-      mma_int8<false>(acc[1], q[0], q[1], q[2], q[3], second[0], second[1], acc[1]);
-    } else {
-      mma_int8<false>(acc[0], first[0], second[0], first[1], second[1], q[0], q[1], acc[0]);
-    }
+  // One step of the products of AT_ONCE tokens' bytes with the queries.
+  static __device__ __forceinline__ void multiply(int (&acc)[4], const uint32_t (&q)[OCT ? 4 : 2],
+                                                  const uint32_t (&bytes)[AT_ONCE][2]) {
+    if constexpr (OCT)
+      mma_int8<false>(acc, q[0], q[1], q[2], q[3], bytes[0][0], bytes[0][1], acc);
+    else
+      mma_int8<false>(acc, bytes[0][0], bytes[1][0], bytes[0][1], bytes[1][1], q[0], q[1], acc);
   }
 
   // Scores of the tokens `first` and `second` of half block g, or of both halves of block c (OCT), still to be
@@ -152,34 +154,48 @@ struct PackedWarp {
     const uint32_t *sign[2] = {tile + at.key_sign + first * L::WORDS, tile + at.key_sign + second * L::WORDS};
     const uint32_t *mag[2] = {tile + at.key_mag + first * L::MAG_STRIDE, tile + at.key_mag + second * L::MAG_STRIDE};
     int acc[HALVES][4];
-    uint32_t bytes[2][2];
     begin(acc);
 #pragma unroll
+    for (int h = 0; h < HALVES; h++) multiply_words(acc[h], sign + h, mag + h, table, c);
+    combine(acc, table, x);
+  }
+
+  // Of AT_ONCE tokens.
+  __device__ __forceinline__ void multiply_words(int (&acc)[4], const uint32_t *const *sign, const uint32_t *const *mag,
+                                                 const ByteTable &table, int c) const {
+    uint32_t bytes[AT_ONCE][2];
+#pragma unroll
     for (int quad = 0; quad < Q::QUADS; quad++) {
-      Planes<KBITS> planes[2];
-      Selectors s[2];
+      Planes<KBITS> planes[AT_ONCE];
 #pragma unroll
-      for (int k = 0; k < 2; k++)
-        planes[k] = key_planes(sign[k], mag[k], 4 * quad + c), s[k] = planes[k].selectors(table);
-#pragma unroll
-      for (int phase = 0; phase < 4; phase++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-          planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
-        multiply(acc, query[4 * quad + phase], bytes[0], bytes[1]);
-      }
+      for (int k = 0; k < AT_ONCE; k++) planes[k] = key_planes(sign[k], mag[k], 4 * quad + c);
+      multiply_planes(acc, planes, table, quad);
     }
 #pragma unroll
     for (int word = 4 * Q::QUADS; word < L::WORDS; word++) {
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
+      for (int k = 0; k < AT_ONCE; k++) {
         Planes<KBITS> planes = key_planes(sign[k], mag[k], word);
-        uint32_t s = planes.selector(c);
-        planes.bytes(table, s, c, bytes[k][0], bytes[k][1]);
+        planes.bytes(table, planes.selector(c), c, bytes[k][0], bytes[k][1]);
       }
-      multiply(acc, query[word], bytes[0], bytes[1]);
+      multiply(acc, query[word], bytes);
     }
-    combine(acc, table, x);
+  }
+
+  // Four steps, of a word of each plane of AT_ONCE tokens.
+  __device__ __forceinline__ void multiply_planes(int (&acc)[4], const Planes<KBITS> (&planes)[AT_ONCE],
+                                                  const ByteTable &table, int quad) const {
+    Selectors s[AT_ONCE];
+    uint32_t bytes[AT_ONCE][2];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) s[k] = planes[k].selectors(table);
+#pragma unroll
+    for (int phase = 0; phase < 4; phase++) {
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; k++)
+        planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
+      multiply(acc, query[4 * quad + phase], bytes);
+    }
   }
 
   // Upper and lower bytes of two tokens together.

@@ -93,7 +93,7 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
   using Packed = PackedWarp<3, 3, 128, 128, OCT>;
   using L = StepLayout;
   static constexpr int OWN = OCT ? 8 : 4, EACH = OWN / 4;  // tokens of a step whose softmax a lane does, of a matrix
-  using Packed::HALVES, Packed::LIMBS, Packed::MTILES, Packed::query, Packed::row, Packed::top, Packed::sum,
+  using Packed::AT_ONCE, Packed::HALVES, Packed::LIMBS, Packed::MTILES, Packed::query, Packed::row, Packed::top, Packed::sum,
       Packed::unit, Packed::shift, Packed::out, Packed::total;
 
   // Products of this lane's tokens of matrix j, still without scales.
@@ -106,16 +106,13 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
     for (int j = 0; j < 4; j += 2) {
       int acc[HALVES][4];
       float two[HALVES][2];
-      uint32_t bytes[2][2];
       Packed::begin(acc);
-      Planes<3> planes[2] = {{sign[j], {low[j], high[j]}}, {sign[j + 1], {low[j + 1], high[j + 1]}}};
-      Selectors s[2] = {planes[0].selectors(table), planes[1].selectors(table)};
 #pragma unroll
-      for (int phase = 0; phase < 4; phase++) {
+      for (int h = 0; h < HALVES; h++) {
+        Planes<3> planes[AT_ONCE];
 #pragma unroll
-        for (int k = 0; k < 2; k++)
-          planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
-        Packed::multiply(acc, query[phase], bytes[0], bytes[1]);
+        for (int k = 0; k < AT_ONCE; k++) planes[k] = {sign[j + h + k], {low[j + h + k], high[j + h + k]}};
+        Packed::multiply_planes(acc[h], planes, table, 0);
       }
       Packed::combine(acc, table, two);
 #pragma unroll
