@@ -10,47 +10,23 @@
 // Weights come to the lanes that feed them to the second product as a matrix of 16-bit elements, two bytes each, is
 // transposed. With up to eight rows (OCT) columns are rows, and bytes are multiplied in turn:
 //
-//   scores^T [rows, tokens] = A (queries) . B (keys)    rows g: upper bytes, rows g + 8: lower ones; column g is of half
+//   scores^T [rows, tokens] = A (queries) . B (keys)    rows g: upper bytes, rows g + 8: lower ones; column g is of
+//   half
 //                                                       block g
 //
 // A lane then does the softmax of row g for block c, whose weights it feeds itself.
 #pragma once
 
+#include "decode_limbs.cuh"
 #include "decode_mask.cuh"
 #include "decode_tile.cuh"
 
 namespace kvq {
 namespace cuda {
 
-constexpr int ROWS = 8;                    // at most
-constexpr float QUERY_TOP = 32512.0f;      // of a 16-bit query: 127 * 256
-constexpr float WEIGHT_TOP_LOG2 = 13.99f;  // of a weight at the maximum when it was taken: just below 2 ** 14
-constexpr float SLACK = 1.0f;              // how far, in log2, a score may pass that maximum
-constexpr float UNIT_SLACK = 1.5f;         // how far scales may pass the largest seen
-
-// Step and place of query coordinate d among the bytes of a row: [step][lane c][8 codes n].
-template <int DIM>
-struct QueryMap {
-  static constexpr int WORDS = (DIM + 31) / 32, QUADS = WORDS / 4, ROW_BYTES = 32 * WORDS;
-  static __host__ __device__ constexpr int byte_of(int d) {
-    int word = d / 32, n = d % 32 / 4, phase = d % 4;
-    int step = word < 4 * QUADS ? 4 * (word / 4) + phase : word, c = word < 4 * QUADS ? word % 4 : phase;
-    return 32 * step + 8 * c + n;
-  }
-};
-
-// What a row of queries is besides its bytes: factor of the integer scores, q . centre (both times log2 e), half the
-// sum of its integers.
-struct RowInfo {
-  float factor, bias;
-  int half_sum;
-};
-
-// Fractions that are added before a weight is cut to an integer, spread evenly over `count` tokens, so that
-// weights below one unit are lost on none but counted on some: sums stay unbiased.
-__host__ __device__ constexpr float fraction_of(int token, int count) {
-  return ((float)(token * 11 % count) + 0.5f) / (float)count;
-}
+constexpr int ROWS = 8;             // at most
+constexpr float SLACK = 1.0f;       // how far, in log2, a score may pass the maximum of its row
+constexpr float UNIT_SLACK = 1.5f;  // how far scales may pass the largest seen
 
 // SUMMED: dims of the values that this warp sums.
 template <int KBITS, int VBITS, int DIM, int VDIM, bool OCT, int SUMMED = VDIM>
@@ -164,8 +140,7 @@ struct PackedWarp {
 #pragma unroll
       for (int phase = 0; phase < 4; phase++) {
 #pragma unroll
-        for (int k = 0; k < 2; k++)
-          planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
+        for (int k = 0; k < 2; k++) planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
         multiply(acc, query[4 * quad + phase], bytes[0], bytes[1]);
       }
     }
@@ -236,7 +211,7 @@ struct PackedWarp {
   }
 
   // Scores times `factor` plus `offset` to weights times scales, as bytes of B fragments: weight[.][phase] holds codes
-  // n = 0 .. 3 and 4 .. 7. The float 2 ** 15 + w has w's whole part in bits 8 to 22: its limbs are two bytes.
+  // n = 0 .. 3 and 4 .. 7.
   __device__ __forceinline__ void weights(const float (&x)[TOKENS], const uint32_t (&scale)[TOKENS / 2], float factor,
                                           float offset, uint32_t (&weight)[LIMBS][4][2]) {
     float y[TOKENS];
@@ -245,8 +220,8 @@ struct PackedWarp {
       float2 s = __half22float2(*(const __half2 *)&scale[i]);
       float p0 = fast_exp2(fmaf(x[2 * i], factor, offset)), p1 = fast_exp2(fmaf(x[2 * i + 1], factor, offset));
       sum += p0 + p1;
-      y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, TOKENS));
-      y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, TOKENS));
+      y[2 * i] = fmaf(p0, s.x, WEIGHT_ZERO + fraction_of(2 * i, TOKENS));
+      y[2 * i + 1] = fmaf(p1, s.y, WEIGHT_ZERO + fraction_of(2 * i + 1, TOKENS));
     }
 #pragma unroll
     for (int phase = 0; phase < 4; phase++)
@@ -261,19 +236,6 @@ struct PackedWarp {
         weight[0][phase][0] = permute_bytes(two, more, 0x5410u);
         weight[0][phase][1] = permute_bytes(two, more, 0x7632u);
       }
-  }
-
-  // The upper bytes of two weights in the lower half, their lower bytes in the upper half.
-  static __device__ __forceinline__ uint32_t two_of_both(float x, float y) {
-    return permute_bytes(__float_as_uint(x), __float_as_uint(y), 0x5162u);
-  }
-
-  // The upper (limb 0) or lower bytes of the weights x [0], [step], [2 step] and [3 step].
-  static __device__ __forceinline__ uint32_t four_bytes(const float *x, int limb, int step = 4) {
-    uint32_t two = limb == 0 ? 0x0062u : 0x0051u;
-    uint32_t low = permute_bytes(__float_as_uint(x[0]), __float_as_uint(x[step]), two);
-    uint32_t high = permute_bytes(__float_as_uint(x[2 * step]), __float_as_uint(x[3 * step]), two);
-    return permute_bytes(low, high, 0x5410u);
   }
 
   // The sums take in the values of 16 * PAIRS dims of block c, 2 * PAIRS words a lane.
@@ -366,8 +328,8 @@ struct PackedWarp {
   __device__ __forceinline__ float inverse_of_one() const { return fast_exp2(-WEIGHT_TOP_LOG2) * unit; }
   __device__ __forceinline__ float exponent_of_one() const { return WEIGHT_TOP_LOG2 - __log2f(unit); }
 
-  // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. N tokens, each STEP behind the one
-  // before, from `here` on.
+  // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. N tokens, each STEP behind the
+  // one before, from `here` on.
   template <int STEP, int N>
   __device__ __forceinline__ void restrict_scores(float (&x)[N], uint32_t (&scale)[N / 2], int here, int start,
                                                   int stop, float softcap, const RowMask &mask) const {

@@ -162,15 +162,15 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
     for (int i = 0; i < OWN; i++) {
       float p = fast_exp2(fmaf(x[i], factor, offset));
       sum += p;
-      y[i] = fmaf(p, scale[i], 32768.0f + fraction_of(i, OWN));
+      y[i] = fmaf(p, scale[i], WEIGHT_ZERO + fraction_of(i, OWN));
     }
 #pragma unroll
     for (int half = 0; half < 2; half++)
       if constexpr (OCT) {
 #pragma unroll
-        for (int l = 0; l < 2; l++) weight[l][half] = Packed::four_bytes(y + 4 * half, l, 1);
+        for (int l = 0; l < 2; l++) weight[l][half] = four_bytes(y + 4 * half, l, 1);
       } else {  // what comes back: of two matrices token 2 c, then the next one
-        uint32_t two = transposed(Packed::two_of_both(y[2 * half], y[2 * half + 1]));
+        uint32_t two = transposed(two_of_both(y[2 * half], y[2 * half + 1]));
         weight[0][half] = permute_bytes(two, two, 0x3120u);
       }
   }
