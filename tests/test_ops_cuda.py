@@ -43,6 +43,12 @@ def test_attend_of_few_rows(case):
     attend_checks.check_few_rows(ops, DEVICE, case)
 
 
+@pytest.mark.parametrize("heads, tokens", [(1, 2000), (66, 2000), (66, 3200)])  # by each kernel
+@pytest.mark.parametrize("group", [4, 8])
+def test_flat_tail_of_few_rows(group, heads, tokens):
+    attend_checks.check_flat_tail(ops, DEVICE, heads, group, tokens)
+
+
 @pytest.mark.parametrize("case", few_row_cases.NEAR_CASES, ids=named)
 def test_attend_of_few_exact_tokens(case):
     attend_checks.check_few_rows(ops, DEVICE, case)

@@ -86,6 +86,8 @@ struct ShortWarp {
     for (int w = 0; w < Exchange::WORKERS; w++)
       packed.top = fmaxf(packed.top, all.top[w][row]), packed.unit = fmaxf(packed.unit, all.scale_top[w]);
     float offset = packed.exponent_of_one() - packed.top, sum = 0;
+    // Fractions as of the tokens of all warps, which are this one's `phase` apart.
+    float zero = WEIGHT_ZERO + ((float)phase - 0.5f * (WARPS - 1)) / (WARPS * TOKENS);
 #pragma unroll
     for (int j = 0; j < EACH; j++)
       if (j < tiles) {
@@ -95,8 +97,8 @@ struct ShortWarp {
           float2 s = __half22float2(*(const __half2 *)&scale[j][i]);
           float p0 = fast_exp2(x[j][2 * i] + offset), p1 = fast_exp2(x[j][2 * i + 1] + offset);
           sum += p0 + p1;
-          y[2 * i] = fmaf(p0, s.x, WEIGHT_ZERO + fraction_of(2 * i, TOKENS));
-          y[2 * i + 1] = fmaf(p1, s.y, WEIGHT_ZERO + fraction_of(2 * i + 1, TOKENS));
+          y[2 * i] = fmaf(p0, s.x, zero + fraction_of(2 * i, TOKENS));
+          y[2 * i + 1] = fmaf(p1, s.y, zero + fraction_of(2 * i + 1, TOKENS));
         }
 #pragma unroll
         for (int h = 0; h < Packed::HALVES; h++)

@@ -2,6 +2,7 @@
 both run."""
 
 import dataclasses
+import math
 
 import torch
 from cuda_host.few_row_cases import NEAR
@@ -114,6 +115,17 @@ def check_few_rows(ops, device, case):
     out, lse = check_against_float64_rounded(ops, device, problem(case)[0], case.dtype, tolerance_of(case))
     if case.mask == "dead" and not case.sink_logits:
         assert (lse[:, :, 0] == -torch.inf).all() and (out[:, :, 0] == 0).all()
+
+
+def check_flat_tail(ops, device, heads, group, tokens, dtype=torch.float16):
+    """One token has nearly all weight, the others, too little each for an integer, the rest: together they count."""
+    case = Case("tail", heads=heads, group=group, tokens=tokens, exact=0, num_sinks=0, dim=128, dtype=dtype, plain=True)
+    q, keys, values, *rest = problem(dataclasses.replace(case, kind="none"))[0]
+    keys, values = ([torch.zeros_like(s[0]), torch.full_like(s[1], -1), torch.ones_like(s[2]), *s[3:]] for s in (keys, values))
+    level, step = keys[3][-1].item(), math.log(2) / case.dim**0.5  # all coordinates are the same
+    for log2 in (16.6, 17.2, 18.0):
+        keys[2].fill_(1 - log2 * step / level), keys[2][:, :, 5].fill_(1)
+        check_against_float64_rounded(ops, device, [torch.ones_like(q), keys, values, *rest], dtype)
 
 
 def check_near_in_a_buffer(ops, device, exact, dtype):

@@ -74,6 +74,13 @@ def test_few_rows_have_kernels_of_their_own(ops, dim, tokens, monkeypatch):
     assert not torch.equal(checks.run_attend(ops, "cpu", arguments, expected.shape, case.dtype)[0], tiles)
 
 
+@pytest.mark.parametrize("heads, tokens", [(1, 2000), (2, 2000), (2, 4000)])  # by each kernel
+@pytest.mark.parametrize("group", [4, 8])
+def test_flat_tail_of_few_rows(ops, group, heads, tokens, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_flat_tail(ops, "cpu", heads, group, tokens)
+
+
 @pytest.mark.parametrize("limited", [True, False])
 def test_few_rows_with_too_many_parts(ops, limited, monkeypatch):
     """Where an index of 32 bits does not reach all parts, the tiles answer."""
