@@ -9,7 +9,7 @@ import torch
 from cuda_host.attend_checks import moved
 from op_cases import check_fences, fenced
 from sparse_cases import SparseCase, coded, index_of
-from test_sparse_cuda import HALF, on_gpu
+from test_sparse_cuda import HALF, is_native, on_gpu
 
 from torch_kvq import ops
 from torch_kvq.ops import sparse_reference
@@ -51,7 +51,7 @@ def check_item(kernels, coding, top_p, capacity=None, start=0, more=0.0):
     if planes.shape[1] * planes.shape[2] > 4 * sign.shape[1]:
         torch.testing.assert_close(scores, expected[0], rtol=0, atol=0, equal_nan=True)
     else:
-        assert capacity or scores.isnan().all()
+        assert capacity or not is_native(kernels) or scores.isnan().all()
 
 
 with_junk = pytest.mark.parametrize("junk", [False, True], ids=["tokens", "junk"])

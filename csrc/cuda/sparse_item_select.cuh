@@ -109,8 +109,7 @@ __device__ inline void save_segment(const TopP &p, const ItemPlan &plan, const I
   }
 }
 
-// The next kernel begins when this one has ended: earlier, its blocks would crowd onto the multiprocessors that are free
-// first.
+// The next kernel begins where blocks of this one have ended; it takes care that its own are spread evenly.
 __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
     scan_select(const __grid_constant__ SignScan s, const __grid_constant__ TopP p,
                 const __grid_constant__ ItemPlan plan, RowCut *cuts, const __grid_constant__ Marks marks) {
@@ -121,7 +120,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   if (t < SCAN_ROWS) m.notes->large[t] = 0;
   __syncthreads();
   scan_segment(s, plan, m);
-  wait_for_kernels_ahead();  // only now, see clear_items
+  wait_for_kernels_ahead(), let_next_kernel_begin();  // only now, see clear_items
   __syncthreads();
   int meetings = find_cuts(p, plan, m, rows);
   settle(plan, m, rows, meetings);

@@ -32,9 +32,21 @@ bool gathers_packed(const Selected &s, SelectedArgs &args) {
   return fits_int(bytes, 4);
 }
 
+// So much that a multiprocessor has no room for more than S::CTAS blocks of threads: as a launch begins while the scan
+// ahead of it ends, more would crowd onto the multiprocessors that are free first.
+template <class S>
+int shared_bytes() {
+  return once_a_device([] {
+    int device = 0, all = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    return larger(S::BYTES, all / (S::CTAS + 1));
+  });
+}
+
 template <class T, class S>
 void gather_packed_by(const SelectedArgs &args, const Work &w, cudaStream_t stream) {
-  launch_behind(attend_packed<T, S>, dim3(w.parts), THREADS, S::BYTES, stream, args, w);
+  launch_behind(attend_packed<T, S>, dim3(w.parts), THREADS, shared_bytes<S>(), stream, args, w);
 }
 
 void gather_packed(const SelectedArgs &args, Dtype dtype, const Work &w, cudaStream_t stream) {

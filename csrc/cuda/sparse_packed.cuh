@@ -34,7 +34,7 @@ struct StepLayout {
 };
 
 // What limits is how many pieces of 64 bytes the memory finds in a second, not how many are asked for ahead: more
-// stages were slower. As many CTAs as fit, so that those of a launch that begins early are spread evenly.
+// stages were slower.
 template <bool OCT_>
 struct SelectedShape {
   static constexpr bool OCT = OCT_;

@@ -186,8 +186,8 @@ def gather_selected(x, indices, count, out) -> None:
     checks.require(heads > 0 and selections % heads == 0, "indices", f"have a multiple of {heads} selections", indices)
     checks.require_whole("out", out, x.dtype, (batch, selections, capacity, dim), 1, device)
     checks.require_inner("x", x, 1)
-    good = x.device == device or (x.device.type == "cpu" and x.is_pinned())
-    checks.require(good, "x", f"be on {device} or in pinned memory", x)
+    checks.require(x.device == device or x.device.type == "cpu", "x", f"be on {device} or on the CPU", x)
+    checks.require(x.device == device or x.is_pinned(), "x", "be in pinned memory if it is on the CPU", x)
     if not out.numel():
         return
     with plan.on_device(out):
