@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from cuda_host import attend_checks, codec_checks
+from cuda_host import attend_checks, codec_checks, few_row_cases
 from cuda_host.attend_checks import in_dtype, moved, named
 from op_cases import CASES, Case, encode, make_store, problem, relative_error
 from test_ops import ARGUMENTS, BAD, CALLS, calls, outputs_of, visible_outputs
@@ -38,12 +38,18 @@ def test_attend(case, dtype):
     attend_checks.check_attend(ops, DEVICE, in_dtype(case, dtype))
 
 
-@pytest.mark.parametrize("case", attend_checks.FEW_ROW_CASES + attend_checks.CARD_CASES, ids=named)
+@pytest.mark.parametrize("case", few_row_cases.FEW_ROW_CASES + few_row_cases.CARD_CASES, ids=named)
 def test_attend_of_few_rows(case):
     attend_checks.check_few_rows(ops, DEVICE, case)
 
 
-@pytest.mark.parametrize("case", attend_checks.NEAR_CASES, ids=named)
+@pytest.mark.parametrize("heads, tokens", [(1, 2000), (66, 2000), (66, 3200)])  # by each kernel
+@pytest.mark.parametrize("group", [4, 8])
+def test_flat_tail_of_few_rows(group, heads, tokens):
+    attend_checks.check_flat_tail(ops, DEVICE, heads, group, tokens)
+
+
+@pytest.mark.parametrize("case", few_row_cases.NEAR_CASES, ids=named)
 def test_attend_of_few_exact_tokens(case):
     attend_checks.check_few_rows(ops, DEVICE, case)
 

@@ -23,8 +23,8 @@ __device__ __forceinline__ void mma_int8(int (&d)[4], uint32_t a0, uint32_t a1, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
-// Of a matrix of 8 x 8 16-bit elements, of which lane 4 g + c has those of row g, columns 2 c and 2 c + 1: those of column
-// g, rows 2 c and 2 c + 1.
+// Of a matrix of 8 x 8 16-bit elements, of which lane 4 g + c has those of row g, columns 2 c and 2 c + 1: those of
+// column g, rows 2 c and 2 c + 1.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   uint32_t r;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));

@@ -50,7 +50,8 @@ struct Planes {
     Selectors s;
     if constexpr (BITS == 2) {
       uint32_t u0 = select_bits(mag[0], sign << 1, even), u1 = select_bits(mag[0] >> 1, sign, even);
-      s.of_phase[0] = u0 & pair, s.of_phase[1] = u1 & pair, s.of_phase[2] = u0 >> 2 & pair, s.of_phase[3] = u1 >> 2 & pair;
+      s.of_phase[0] = u0 & pair, s.of_phase[1] = u1 & pair, s.of_phase[2] = u0 >> 2 & pair,
+      s.of_phase[3] = u1 >> 2 & pair;
     } else {
       uint32_t u0 = select_bits(mag[0], mag[1] << 1, even), u1 = select_bits(mag[0] >> 1, mag[1], even);
       uint32_t top = BITS == 3 ? sign : mag[BITS - 2], t0 = top & even, t1 = top >> 1 & even;

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(NUM_THREADS)
   int rows = a.rows, bh = blockIdx.x / rows, row = blockIdx.x - bh * rows, t = threadIdx.x, count = parts.count();
   int b = bh / a.heads, h = bh - b * a.heads, column = t % COLUMNS, lane = t / COLUMNS, in_warp = t % 32;
   QueryPlace place(a, b, h, row);
-  // 32 bits reach over 64 GiB of sums and take half the registers of an address.
+  // 32 bits reach over MAX_PART_BYTES of sums and take half the registers of an address.
   uint32_t first = (uint32_t)bh * count * rows + row;
   auto state_of = [&](int p) { return parts.state[first + (uint32_t)p * rows]; };
   auto sums_of = [&](int p) { return ((const float4 *)parts.sums)[(first + (uint32_t)p * rows) * COLUMNS + column]; };

@@ -30,7 +30,8 @@ struct DecodeShape {
   static constexpr int NUM_STATES = EXACT_APART ? WARPS : 2 * WARPS + 2;
   static constexpr int EXACT = STATES + NUM_STATES * NUM_ROWS * (int)sizeof(float2);
   static constexpr int SIZE = EXACT_APART ? EXACT : EXACT + ALL_EXACT;
-  static_assert(NUM_ROWS * MERGE_ROW <= Tile::SIZE && (EXACT_APART || 4 * NUM_ROWS * MERGE_ROW <= EXACT_WARP), "sums fit");
+  static_assert(NUM_ROWS * MERGE_ROW <= Tile::SIZE && (EXACT_APART || 4 * NUM_ROWS * MERGE_ROW <= EXACT_WARP),
+                "sums fit");
   // Of a CTA with room for some tiles all of whose warps work on them together.
   static __host__ __device__ constexpr int short_queries(int room) { return larger(4 * room * Tile::SIZE, ALL_EXACT); }
   static constexpr int short_size(int room) { return short_queries(room) + Queries<DIM>::BYTES; }

@@ -15,6 +15,8 @@ constexpr int SHORT_TILES = WARPS;   // at most, of a CTA whose warps work on th
 constexpr int FEW_TILES = 2;         // with room for no more, more such CTAs run at the same time
 constexpr int SMALL_HEADS = 32;      // at most, that small_kernel was faster for
 constexpr int MAX_WARP_TILES = 512;  // so that sums of lower bytes stay within 32 bits
+constexpr int64_t MAX_PART_BYTES =
+    64LL << 30;  // of all sums in scratch: combine_kernel has 32 bits to find four of them
 
 template <class T, class S>
 struct DecodeLaunch {
@@ -110,6 +112,8 @@ struct DecodeLaunch {
     return parts.clustered ? 0 : (4 * S::VDIM + 8) * a.batch * a.heads * a.rows * (int64_t)parts.count();
   }
 
+  static bool fits(const Attention &a) { return blocks_at_once() > 0 && scratch_bytes(a) <= MAX_PART_BYTES; }
+
   static void launch(const Attention &a, void *scratch, cudaStream_t stream) {
     Parts parts = parts_of(a, scratch);
     int64_t apart = S::EXACT_APART || parts.room ? ceil_div(parts.exact, WARPS) : 0;
@@ -143,7 +147,7 @@ struct DecodeLaunch {
 
 template <class T, class S>
 int64_t act(Action action, const Attention &a, void *scratch, cudaStream_t stream) {
-  if (action == FITS) return DecodeLaunch<T, S>::blocks_at_once() > 0;
+  if (action == FITS) return DecodeLaunch<T, S>::fits(a);
   if (action == BYTES) return DecodeLaunch<T, S>::scratch_bytes(a);
   if (action == LAUNCH) DecodeLaunch<T, S>::launch(a, scratch, stream);
   return 1;

@@ -81,8 +81,7 @@ struct WarpParts {
       store(to, row, column, top, weights, total);
       if (num_exact == 0) continue;
       weights = 0, total = make_float4(0, 0, 0, 0);
-      for (int i = 0; i < num_exact; i++)
-        add(total, weights, state[WARPS + i][row], top, exact + i * exact_pitch + at);
+      for (int i = 0; i < num_exact; i++) add(total, weights, state[WARPS + i][row], top, exact + i * exact_pitch + at);
       store(to_exact, row, column, top, weights, total);
     }
   }

@@ -27,9 +27,9 @@ struct DealtRow {
   template <class T>
   static __device__ __forceinline__ void load(uint32_t (&to)[WORDS], const T *row, int lane) {
 #pragma unroll
-    for (int w = 0; w < FOURS; w += 4) load_words(*(uint32_t(*)[4])(to + w), row + dim_of(w, lane));
-    if constexpr (FOURS < TWOS) load_words(*(uint32_t(*)[2])(to + FOURS), row + dim_of(FOURS, lane));
-    if constexpr (TWOS < WORDS) load_words(*(uint32_t(*)[1])(to + TWOS), row + dim_of(TWOS, lane));
+    for (int w = 0; w < FOURS; w += 4) load_words(*(uint32_t (*)[4])(to + w), row + dim_of(w, lane));
+    if constexpr (FOURS < TWOS) load_words(*(uint32_t (*)[2])(to + FOURS), row + dim_of(FOURS, lane));
+    if constexpr (TWOS < WORDS) load_words(*(uint32_t (*)[1])(to + TWOS), row + dim_of(TWOS, lane));
   }
 };
 

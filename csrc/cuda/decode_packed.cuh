@@ -10,47 +10,23 @@
 // Weights come to the lanes that feed them to the second product as a matrix of 16-bit elements, two bytes each, is
 // transposed. With up to eight rows (OCT) columns are rows, and bytes are multiplied in turn:
 //
-//   scores^T [rows, tokens] = A (queries) . B (keys)    rows g: upper bytes, rows g + 8: lower ones; column g is of half
+//   scores^T [rows, tokens] = A (queries) . B (keys)    rows g: upper bytes, rows g + 8: lower ones; column g is of
+//   half
 //                                                       block g
 //
 // A lane then does the softmax of row g for block c, whose weights it feeds itself.
 #pragma once
 
+#include "decode_limbs.cuh"
 #include "decode_mask.cuh"
 #include "decode_tile.cuh"
 
 namespace kvq {
 namespace cuda {
 
-constexpr int ROWS = 8;                    // at most
-constexpr float QUERY_TOP = 32512.0f;      // of a 16-bit query: 127 * 256
-constexpr float WEIGHT_TOP_LOG2 = 13.99f;  // of a weight at the maximum when it was taken: just below 2 ** 14
-constexpr float SLACK = 1.0f;              // how far, in log2, a score may pass that maximum
-constexpr float UNIT_SLACK = 1.5f;         // how far scales may pass the largest seen
-
-// Step and place of query coordinate d among the bytes of a row: [step][lane c][8 codes n].
-template <int DIM>
-struct QueryMap {
-  static constexpr int WORDS = (DIM + 31) / 32, QUADS = WORDS / 4, ROW_BYTES = 32 * WORDS;
-  static __host__ __device__ constexpr int byte_of(int d) {
-    int word = d / 32, n = d % 32 / 4, phase = d % 4;
-    int step = word < 4 * QUADS ? 4 * (word / 4) + phase : word, c = word < 4 * QUADS ? word % 4 : phase;
-    return 32 * step + 8 * c + n;
-  }
-};
-
-// What a row of queries is besides its bytes: factor of the integer scores, q . centre (both times log2 e), half the
-// sum of its integers.
-struct RowInfo {
-  float factor, bias;
-  int half_sum;
-};
-
-// Fractions that are added before a weight is cut to an integer, spread evenly over `count` tokens, so that
-// weights below one unit are lost on none but counted on some: sums stay unbiased.
-__host__ __device__ constexpr float fraction_of(int token, int count) {
-  return ((float)(token * 11 % count) + 0.5f) / (float)count;
-}
+constexpr int ROWS = 8;             // at most
+constexpr float SLACK = 1.0f;       // how far, in log2, a score may pass the maximum of its row
+constexpr float UNIT_SLACK = 1.5f;  // how far scales may pass the largest seen
 
 // SUMMED: dims of the values that this warp sums.
 template <int KBITS, int VBITS, int DIM, int VDIM, bool OCT, int SUMMED = VDIM>
@@ -192,8 +168,7 @@ struct PackedWarp {
 #pragma unroll
     for (int phase = 0; phase < 4; phase++) {
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; k++)
-        planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
+      for (int k = 0; k < AT_ONCE; k++) planes[k].bytes(table, s[k].of_phase[phase], phase, bytes[k][0], bytes[k][1]);
       multiply(acc, query[4 * quad + phase], bytes);
     }
   }
@@ -252,7 +227,7 @@ struct PackedWarp {
   }
 
   // Scores times `factor` plus `offset` to weights times scales, as bytes of B fragments: weight[.][phase] holds codes
-  // n = 0 .. 3 and 4 .. 7. The float 2 ** 15 + w has w's whole part in bits 8 to 22: its limbs are two bytes.
+  // n = 0 .. 3 and 4 .. 7.
   __device__ __forceinline__ void weights(const float (&x)[TOKENS], const uint32_t (&scale)[TOKENS / 2], float factor,
                                           float offset, uint32_t (&weight)[LIMBS][4][2]) {
     float y[TOKENS];
@@ -261,8 +236,8 @@ struct PackedWarp {
       float2 s = __half22float2(*(const __half2 *)&scale[i]);
       float p0 = fast_exp2(fmaf(x[2 * i], factor, offset)), p1 = fast_exp2(fmaf(x[2 * i + 1], factor, offset));
       sum += p0 + p1;
-      y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, TOKENS));
-      y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, TOKENS));
+      y[2 * i] = fmaf(p0, s.x, WEIGHT_ZERO + fraction_of(2 * i, TOKENS));
+      y[2 * i + 1] = fmaf(p1, s.y, WEIGHT_ZERO + fraction_of(2 * i + 1, TOKENS));
     }
 #pragma unroll
     for (int phase = 0; phase < 4; phase++)
@@ -277,19 +252,6 @@ struct PackedWarp {
         weight[0][phase][0] = permute_bytes(two, more, 0x5410u);
         weight[0][phase][1] = permute_bytes(two, more, 0x7632u);
       }
-  }
-
-  // The upper bytes of two weights in the lower half, their lower bytes in the upper half.
-  static __device__ __forceinline__ uint32_t two_of_both(float x, float y) {
-    return permute_bytes(__float_as_uint(x), __float_as_uint(y), 0x5162u);
-  }
-
-  // The upper (limb 0) or lower bytes of the weights x [0], [step], [2 step] and [3 step].
-  static __device__ __forceinline__ uint32_t four_bytes(const float *x, int limb, int step = 4) {
-    uint32_t two = limb == 0 ? 0x0062u : 0x0051u;
-    uint32_t low = permute_bytes(__float_as_uint(x[0]), __float_as_uint(x[step]), two);
-    uint32_t high = permute_bytes(__float_as_uint(x[2 * step]), __float_as_uint(x[3 * step]), two);
-    return permute_bytes(low, high, 0x5410u);
   }
 
   // The sums take in the values of 16 * PAIRS dims of block c, 2 * PAIRS words a lane.
@@ -377,39 +339,9 @@ struct PackedWarp {
         *(float4 *)(row + dim_of(m, 0, g)) = make_float4(value(m, 0), value(m, 1), value(m + 1, 0), value(m + 1, 1));
   }
 
-  // What a weight of one is in units of the integers, its inverse and its logarithm.
-  __device__ __forceinline__ float one() const { return fast_exp2(WEIGHT_TOP_LOG2) / unit; }
+  // What a weight of one is in units of the integers: its inverse and its logarithm.
   __device__ __forceinline__ float inverse_of_one() const { return fast_exp2(-WEIGHT_TOP_LOG2) * unit; }
   __device__ __forceinline__ float exponent_of_one() const { return WEIGHT_TOP_LOG2 - __log2f(unit); }
-
-  // Soft-cap, mask, and the tokens that do not count: before `start`, from `stop` on. N tokens, each STEP behind the one
-  // before, from `here` on.
-  template <int STEP, int N>
-  __device__ __forceinline__ void restrict_scores(float (&x)[N], uint32_t (&scale)[N / 2], int here, int start,
-                                                  int stop, float softcap, const RowMask &mask) const {
-#pragma unroll
-    for (int t = 0; t < N; t++) x[t] = fmaf(x[t], row.factor, row.bias);
-    if (softcap > 0)
-#pragma unroll
-      for (int t = 0; t < N; t++) x[t] = soft_capped(x[t], softcap);
-    if (mask.data) {  // of a token beyond the last that of the last one is read
-      int last = stop - 1 - here;
-      const char *data = mask.data + here * mask.stride;
-      if (mask.boolean)
-#pragma unroll
-        for (int t = 0; t < N; t++) x[t] = data[min(STEP * t, last) * mask.stride] ? x[t] : -INFINITY;
-      else
-#pragma unroll
-        for (int t = 0; t < N; t++)
-          x[t] = fmaf(*(const float *)(data + min(STEP * t, last) * mask.stride), LOG2E, x[t]);
-    }
-#pragma unroll
-    for (int t = 0; t < N; t++) {
-      bool in = here + STEP * t >= start && here + STEP * t < stop;
-      x[t] = in ? x[t] : -INFINITY;
-      scale[t / 2] &= in ? ~0u : t % 2 ? 0x0000FFFFu : 0xFFFF0000u;
-    }
-  }
 
   // The values of a tile whose scores are x; `first` is its first token. Restricted: see restrict_scores.
   __device__ __forceinline__ void add_tile(const uint32_t *tile, const Places &at, const ByteTable &values,
@@ -424,7 +356,7 @@ struct PackedWarp {
     }
     float factor = row.factor, bias = row.bias;
     if (__builtin_expect(restricted, 0)) {
-      restrict_scores<1>(x, scale, first + first_token(g, c), start, stop, softcap, mask);
+      restrict_scores<1>(x, scale, factor, bias, first + first_token(g, c), start, stop, softcap, mask);
       factor = 1, bias = 0;
     }
     __half2 scale_top = *(const __half2 *)&scale[0];

@@ -1,8 +1,7 @@
 // The decode kernel of short contexts. A CTA has at most a tile a warp, which all its warps work on together: warp w
 // scores every fourth token from the w-th on, all learn the maximum, and each sums 32 dims of the values over all
-// tokens. So
-// nothing is scaled twice, no warp's sums are merged, and the way from the first byte to the part is a third as long as
-// decode_kernel's; for long contexts it is wasteful. Exact tokens have CTAs of their own.
+// tokens. So nothing is scaled twice, no warp's sums are merged, and the way from the first byte to the part is a third
+// as long as decode_kernel's; for long contexts it is wasteful. Exact tokens have CTAs of their own.
 #pragma once
 
 #include "decode_kernel.cuh"
@@ -50,11 +49,10 @@ struct ShortWarp {
         }
     }
 #pragma unroll
-    for (int t = 0; t < TOKENS; t += 2)
-      scale[j][t / 2] = value_scale[4 * t] | (uint32_t)value_scale[4 * t + 4] << 16;
+    for (int t = 0; t < TOKENS; t += 2) scale[j][t / 2] = value_scale[4 * t] | (uint32_t)value_scale[4 * t + 4] << 16;
     if (__builtin_expect(a.softcap > 0 || mask.data || first < a.start || first + TILE_LEN > a.length, 0)) {
       int here = first + Packed::first_token(g, c) + phase;
-      packed.template restrict_scores<4>(x[j], scale[j], here, a.start, a.length, a.softcap, mask);
+      restrict_scores<4>(x[j], scale[j], packed.row.factor, packed.row.bias, here, a.start, a.length, a.softcap, mask);
     } else {
 #pragma unroll
       for (int t = 0; t < TOKENS; t++) x[j][t] = fmaf(x[j][t], packed.row.factor, packed.row.bias);
@@ -88,6 +86,8 @@ struct ShortWarp {
     for (int w = 0; w < Exchange::WORKERS; w++)
       packed.top = fmaxf(packed.top, all.top[w][row]), packed.unit = fmaxf(packed.unit, all.scale_top[w]);
     float offset = packed.exponent_of_one() - packed.top, sum = 0;
+    // Fractions as of the tokens of all warps, which are this one's `phase` apart.
+    float zero = WEIGHT_ZERO + ((float)phase - 0.5f * (WARPS - 1)) / (WARPS * TOKENS);
 #pragma unroll
     for (int j = 0; j < EACH; j++)
       if (j < tiles) {
@@ -97,8 +97,8 @@ struct ShortWarp {
           float2 s = __half22float2(*(const __half2 *)&scale[j][i]);
           float p0 = fast_exp2(x[j][2 * i] + offset), p1 = fast_exp2(x[j][2 * i + 1] + offset);
           sum += p0 + p1;
-          y[2 * i] = fmaf(p0, s.x, 32768.0f + fraction_of(2 * i, TOKENS));
-          y[2 * i + 1] = fmaf(p1, s.y, 32768.0f + fraction_of(2 * i + 1, TOKENS));
+          y[2 * i] = fmaf(p0, s.x, zero + fraction_of(2 * i, TOKENS));
+          y[2 * i + 1] = fmaf(p1, s.y, zero + fraction_of(2 * i + 1, TOKENS));
         }
 #pragma unroll
         for (int h = 0; h < Packed::HALVES; h++)
@@ -106,7 +106,7 @@ struct ShortWarp {
           for (int l = 0; l < 2; l++) {
             int column = S::OCT ? g : 2 * c + l, block = S::OCT ? c : g / 2, half = S::OCT ? h : g % 2;
             uint32_t *to = (uint32_t *)&all.weight[warp / WARPS + j][S::OCT ? l : 0][phase][4 * column + block];
-            to[half] = Packed::four_bytes(y + 4 * h, l, 1);
+            to[half] = four_bytes(y + 4 * h, l, 1);
           }
       }
     sum = Packed::row_sum(sum);
@@ -188,8 +188,7 @@ __global__ void __launch_bounds__(THREADS, 3)
   RowMask mask = mask_of_row(a, b, h, first_row + (row < rows ? row : 0));
 #pragma unroll
   for (int j = 0; j < WARPS; j++)
-    if (j < count)
-      mine.score(a, tiles + j * S::Tile::SIZE, at, keys, j, (first + j) * TILE_LEN, mask, warp, g, c);
+    if (j < count) mine.score(a, tiles + j * S::Tile::SIZE, at, keys, j, (first + j) * TILE_LEN, mask, warp, g, c);
   mine.tell_tops(all, count, warp, g, c);
   __syncthreads();
   mine.tell_weights(all, count, warp, g, c);

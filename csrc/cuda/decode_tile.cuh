@@ -123,8 +123,8 @@ struct TileSource {
   // Start the copies of a tile's keys or values, if it is below `stop`, to an address in shared memory; the caller
   // commits them.
   __device__ __forceinline__ void start_keys(int tile, uint32_t shared, int lane) const {
-    start<TILE_HALVES, HALF_LEN * L::WORDS, HALF_LEN * L::MAG_STRIDE>(
-        tile, key_sign, key_mag, key_scale, shared, L::key_sign, L::key_mag, L::KEY_SCALE, lane);
+    start<TILE_HALVES, HALF_LEN * L::WORDS, HALF_LEN * L::MAG_STRIDE>(tile, key_sign, key_mag, key_scale, shared,
+                                                                      L::key_sign, L::key_mag, L::KEY_SCALE, lane);
   }
   __device__ __forceinline__ void start_values(int tile, uint32_t shared, int lane) const {
     start<TILE_BLOCKS, VDIM, (VBITS - 1) * VDIM>(tile, value_sign, value_mag, value_scale, shared, L::value_sign,

@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t linear(const uint32_t *coefficients, const u
 template <int BITS>
 struct Book {
   static constexpr int FLAGS = BITS - 1, LEVELS = 1 << FLAGS;  // flag 0 is the top bit of the magnitude
-  float edge[LEVELS];      // [2^depth + s]: of the edge that decides flag `depth`
+  float edge[LEVELS];                                          // [2^depth + s]: of the edge that decides flag `depth`
   uint32_t value[LEVELS];  // [s], pairs of float16: of the level in half steps of the grid, which is exact
   int square[LEVELS];      // [s]: of the square of that level
   float half_step;
@@ -77,8 +77,8 @@ struct Book {
 #pragma unroll
     for (int k = 0; k < b; k++) above[k] = flags[k][e];
     if (b == 0) return above_pair(sizes, linear<0>(edge + 1, above));
-    if (b == 1 && FLAGS > 1) return above_pair(sizes, linear<FLAGS < 2 ? 0 : 1>(edge + (2 & LEVELS - 1), above));
-    return above_pair(sizes, linear<FLAGS < 3 ? 0 : 2>(edge + (4 & LEVELS - 1), above));
+    if (b == 1 && FLAGS > 1) return above_pair(sizes, linear < FLAGS<2 ? 0 : 1>(edge + (2 & LEVELS - 1), above));
+    return above_pair(sizes, linear < FLAGS<3 ? 0 : 2>(edge + (4 & LEVELS - 1), above));
   }
 };
 

@@ -9,9 +9,9 @@ namespace kvq {
 namespace cuda {
 namespace halves {
 
-constexpr int PART_LEN = 16;  // tokens of one product
+constexpr int PART_LEN = 16;                      // tokens of one product
 constexpr int WARPS = 4, THREADS = WARPS * WARP;  // of a block of threads
-constexpr float MIXED = 8;    // what products that mix blocks leave out, a power of two: their sums are float16
+constexpr float MIXED = 8;  // what products that mix blocks leave out, a power of two: their sums are float16
 
 // Blocks of four coordinates: one product mixes SPAN of them in STEPS steps of 16 and makes TILES times 8. There are as
 // many words of 32 coordinates as groups of 8 blocks.
@@ -101,7 +101,7 @@ template <int DIM, int BITS, bool VALUES>
 __device__ inline void fill_right(Head<DIM, BITS, VALUES> &head) {
   using C = Cut<DIM>;
   int lane = lane_id(), g = lane / 4, c = lane % 4;
-  const uint32_t(&summands)[DIM] = head.summands[warp_id()];
+  const uint32_t (&summands)[DIM] = head.summands[warp_id()];
   static_assert(WARPS == 4, "a warp has one i");
   int i = warp_id();
 #pragma unroll

@@ -132,7 +132,9 @@ template <int DIM>
 constexpr int CTAS = DIM == 256 ? 2 : 4;  // of a multiprocessor
 // Of a block of a pair of keys, where values take VALUE_COST: the shares of the card that were fastest.
 template <int DIM>
-constexpr int KEY_COST = DIM == 256 ? 10 : DIM == 128 ? 9 : 8;
+constexpr int KEY_COST = DIM == 256   ? 10
+                         : DIM == 128 ? 9
+                                      : 8;
 constexpr int VALUE_COST = 8;
 
 // What one block of threads does of all that `c` asks for. Tokens that are not there cost time but are neither read nor

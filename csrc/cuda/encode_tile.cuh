@@ -2,16 +2,17 @@
 // and of each a quarter of the coordinates, two blocks of four of every word of 32:
 //   d = 4 (8t + 2c + j) + i       t < D/32, j < 2, i < 4
 // Products mix blocks, of each i apart, up to 32 of them at a time; their right factor holds signs and balance too, as
-// the sum of two 16-bit matrices (relative error 2^-17; values need one, which is exact), their sums begin with what the
-// centre becomes. What mixes the bits of i in a transform of D is part of the blocks of four, which products apply too.
+// the sum of two 16-bit matrices (relative error 2^-17; values need one, which is exact), their sums begin with what
+// the centre becomes. What mixes the bits of i in a transform of D is part of the blocks of four, which products apply
+// too.
 //
 // Sums of the first products become float16, two in a register, in units of a power of two where they would not fit. As
 // vectors are 16-bit numbers themselves, that moves a code to its neighbour only where the coordinate lies at the edge,
 // within some 2^-9 of the root mean square: .06 % of the codes of 3 bits, and the squared error stays what it was.
 //
 // Instructions and their latencies decide, not memory. So bits are made as 0.0 and 1.0 by comparisons of pairs, and
-// tensor cores gather them into words and add up the products that the scale needs; what it needs of the levels alone is
-// counted in the words. There is a shuffle only where a sum of a token ends.
+// tensor cores gather them into words and add up the products that the scale needs; what it needs of the levels alone
+// is counted in the words. There is a shuffle only where a sum of a token ends.
 #pragma once
 
 #include "encode_head.cuh"
@@ -270,8 +271,8 @@ __device__ __attribute__((noinline)) Mixed mix_any(const Head<DIM, BITS, VALUES>
   return {norm, unit};
 }
 
-// Mixed coordinates of 16 tokens, of which those in `valid` count: in units of the head's unit times that of each token,
-// which is of token g, in even lanes, or g + 8, as the norm.
+// Mixed coordinates of 16 tokens, of which those in `valid` count: in units of the head's unit times that of each
+// token, which is of token g, in even lanes, or g + 8, as the norm.
 template <int DIM, int BITS, bool VALUES>
 __device__ __forceinline__ Mixed mix(const Head<DIM, BITS, VALUES> &head, uint4 *slots, uint32_t valid, Tile<DIM> &z) {
   float squares[2];

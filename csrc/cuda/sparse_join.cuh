@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
   float exact[End::N];
   if (t < WARP)
 #pragma unroll
-    for (int i = 0; i < End::N; i++)
-      exact[i] = has_other && End::in_row(i, t) ? float_of(near[End::dim_of(i, t)]) : 0;
+    for (int i = 0; i < End::N; i++) exact[i] = has_other && End::in_row(i, t) ? float_of(near[End::dim_of(i, t)]) : 0;
   Span parts(w, item);
   const float2 *state = w.state + (int64_t)parts.first * ITEM_ROWS + row % ITEM_ROWS;
   const float *sums = w.sums + ((int64_t)parts.first * ITEM_ROWS + row % ITEM_ROWS) * VDIM + column;

@@ -106,7 +106,8 @@ __global__ void __launch_bounds__(MARK_THREADS, has_codes<Score, MASKED>() ? 5 :
             if constexpr (has_codes<Score, MASKED>())
               return PieceMarks(pieces[r], sure[r], edge[r], count);
             else
-              return PieceMarks(ScoreRow(p, selection.row(from + r)), pieces[r], MASKED, sure[r], edge[r], first, count);
+              return PieceMarks(ScoreRow(p, selection.row(from + r)), pieces[r], MASKED, sure[r], edge[r], first,
+                                count);
           }();
           kept |= marked.keep << (8 * step), doubts[r][unit] = (uint8_t)marked.doubt;
           doubt |= marked.doubt << (8 * r);

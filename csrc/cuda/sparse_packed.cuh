@@ -19,13 +19,13 @@ namespace cuda {
 struct SelectedArgs {
   DecodeArgs attention;
   const int32_t *indices;
-  int64_t index_stride[2];  // batch, selection
-  int tokens, each;         // tokens that an index may name, selections of a key/value head
+  int64_t index_stride[2];                            // batch, selection
+  int tokens, each;                                   // tokens that an index may name, selections of a key/value head
   uint32_t key_sign, key_mag, value_sign, value_mag;  // bytes from token to token
 };
 
-// A step in shared memory, in words. Planes start 16 words apart in the banks, as their rows are written in turn. What is
-// one word a token lies so that tokens 8 j + i, of which a lane needs those of some i, are side by side.
+// A step in shared memory, in words. Planes start 16 words apart in the banks, as their rows are written in turn. What
+// is one word a token lies so that tokens 8 j + i, of which a lane needs those of some i, are side by side.
 struct StepLayout {
   static constexpr int LEN = 32, ROW = 4, PLANE = LEN * ROW + 16, KEYS = 0, VALUES = 3 * PLANE;
   static constexpr int KEY_SCALE = 6 * PLANE, VALUE_SCALE = KEY_SCALE + LEN;  // the word that holds a token's scale
@@ -93,8 +93,8 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
   using Packed = PackedWarp<3, 3, 128, 128, OCT>;
   using L = StepLayout;
   static constexpr int OWN = OCT ? 8 : 4, EACH = OWN / 4;  // tokens of a step whose softmax a lane does, of a matrix
-  using Packed::AT_ONCE, Packed::HALVES, Packed::LIMBS, Packed::MTILES, Packed::query, Packed::row, Packed::top, Packed::sum,
-      Packed::unit, Packed::shift, Packed::out, Packed::total;
+  using Packed::AT_ONCE, Packed::HALVES, Packed::LIMBS, Packed::MTILES, Packed::query, Packed::row, Packed::top,
+      Packed::sum, Packed::unit, Packed::shift, Packed::out, Packed::total;
 
   // Products of this lane's tokens of matrix j, still without scales.
   __device__ __forceinline__ void products(const uint32_t *step, const ByteTable &table, int lane,
@@ -159,15 +159,15 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
     for (int i = 0; i < OWN; i++) {
       float p = fast_exp2(fmaf(x[i], factor, offset));
       sum += p;
-      y[i] = fmaf(p, scale[i], 32768.0f + fraction_of(i, OWN));
+      y[i] = fmaf(p, scale[i], WEIGHT_ZERO + fraction_of(i, OWN));
     }
 #pragma unroll
     for (int half = 0; half < 2; half++)
       if constexpr (OCT) {
 #pragma unroll
-        for (int l = 0; l < 2; l++) weight[l][half] = Packed::four_bytes(y + 4 * half, l, 1);
+        for (int l = 0; l < 2; l++) weight[l][half] = four_bytes(y + 4 * half, l, 1);
       } else {  // what comes back: of two matrices token 2 c, then the next one
-        uint32_t two = transposed(Packed::two_of_both(y[2 * half], y[2 * half + 1]));
+        uint32_t two = transposed(two_of_both(y[2 * half], y[2 * half + 1]));
         weight[0][half] = permute_bytes(two, two, 0x3120u);
       }
   }
@@ -192,8 +192,7 @@ struct SelectedWarp : PackedWarp<3, 3, 128, 128, OCT> {
       for (int half = 0; half < 2; half++)
         order(plane[p][2 * half], plane[p][2 * half + 1], ordered[0][half][p], ordered[1][half][p]);
 #pragma unroll
-    for (int l = 0; l < LIMBS; l++)
-      total[l] = __dp4a(weight[l][0], ones, __dp4a(weight[l][1], ones, total[l]));
+    for (int l = 0; l < LIMBS; l++) total[l] = __dp4a(weight[l][0], ones, __dp4a(weight[l][1], ones, total[l]));
 #pragma unroll
     for (int dims = 0; dims < 2; dims++) {
       const uint32_t (&a)[3] = ordered[dims][0], (&b)[3] = ordered[dims][1];

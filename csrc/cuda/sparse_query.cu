@@ -45,8 +45,8 @@ __device__ __forceinline__ void code_query(const QueryCoding &c, const QueryRow 
     low = fminf(low, y[d]), high = fmaxf(high, y[d]), finite = finite && isfinite(y[d]);
   low = warp_min(low), high = warp_max(high), finite = __all_sync(ALL_LANES, finite);
   float delta = (high - low) / TOP_CODE;
-  uint32_t *planes = c.code.planes + row.b * c.code.plane_stride[0] + row.hq * c.code.plane_stride[1] +
-                     row.m * c.code.plane_stride[2];
+  uint32_t *planes =
+      c.code.planes + row.b * c.code.plane_stride[0] + row.hq * c.code.plane_stride[1] + row.m * c.code.plane_stride[2];
   int sum = 0;
   for (int word = 0; word * WORD_BITS < dim; word++) {
     int d = word * WORD_BITS + lane, code = 0;
@@ -59,8 +59,8 @@ __device__ __forceinline__ void code_query(const QueryCoding &c, const QueryRow 
   }
   float total = (float)__reduce_add_sync(ALL_LANES, sum);
   float values[4] = {c.scale * delta, c.scale * low, total, c.scale * base};
-  float *terms = c.code.terms + row.b * c.code.term_stride[0] + row.hq * c.code.term_stride[1] +
-                 row.m * c.code.term_stride[2];
+  float *terms =
+      c.code.terms + row.b * c.code.term_stride[0] + row.hq * c.code.term_stride[1] + row.m * c.code.term_stride[2];
   float mine = lane == 0 ? values[0] : lane == 1 ? values[1] : lane == 2 ? values[2] : values[3];
   if (lane < 4) terms[lane] = finite ? mine : NAN;
 }

@@ -1,10 +1,11 @@
 """Builds the CUDA library for the emulator: every op of it registered for the CPU, as namespace ``torch_kvq_emulated``.
 
-Sources are copied to a build folder with six changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
+Sources are copied to a build folder with seven changes: launches ``kernel<<<..>>>(..)`` call the emulator, ``extern
 __shared__`` arrays point into its memory, ops are registered for the CPU, scratch is limited to 512 KB, so that small
 problems are done in parts too, ``encode`` has room for eight blocks of threads only, so that its warps have several blocks of
-tokens, and the kernels of attend for few rows answer only where ``KVQ_EMULATE_FEW_ROWS`` is set, else the tiles. A header
-that lies next to this file takes the place of the one of the same name in ``csrc/cuda``.
+tokens, and the kernels of attend for few rows answer only where ``KVQ_EMULATE_FEW_ROWS`` is set, else the tiles, and, where
+``KVQ_EMULATE_FEW_PARTS`` is set, only problems without much scratch. A header that lies next to this file takes the place of
+the one of the same name in ``csrc/cuda``.
 """
 
 import fcntl
@@ -30,7 +31,7 @@ CUDA_INCLUDE = Path("/usr/local/cuda/include")
 FOLDER = ROOT / "build" / "kvq_emulated"
 
 OPS = "attend qk pv prepare finish rotate encode encode_64 encode_128 encode_256 decode merge".split()
-OPS += "decode_attend decode_near decode_64 decode_80 decode_128 decode_192 decode_256".split()  # for few rows
+OPS += "decode_attend decode_near decode_64 decode_80 decode_96 decode_128 decode_192 decode_256".split()  # for few rows
 PREFIXES = ("tiles", "sparse")
 
 FEW_ROWS = "bool decode_fits(const Attention &a) {"
@@ -58,6 +59,7 @@ def translated(text: str) -> str:
     text = _SHARED.sub(r"\1 *\2 = (\1 *)emulated::block.shared;", text)
     text = text.replace("SCRATCH_BYTES = 512 << 20", "SCRATCH_BYTES = 512 << 10")
     text = text.replace(FEW_ROWS, FEW_ROWS + '\n  if (!getenv("KVQ_EMULATE_FEW_ROWS")) return false;')
+    text = text.replace("<= MAX_PART_BYTES", '<= (getenv("KVQ_EMULATE_FEW_PARTS") ? 1024 : MAX_PART_BYTES)')
     text = text.replace("CTAS<DIM> * num_multiprocessors", "8")
     return text.replace("STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m)", f"STABLE_TORCH_LIBRARY_IMPL({NAMESPACE}, CPU, m)")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cuda_host import attend_checks as checks
-from cuda_host import codec_checks, emulated_library
+from cuda_host import codec_checks, emulated_library, few_row_cases
 from op_cases import CASES
 
 from torch_kvq.ops.schemas import SCALE_RULES
@@ -32,13 +32,13 @@ def test_attend(ops, case, dtype):
     checks.check_attend(ops, "cpu", checks.in_dtype(case, dtype))
 
 
-@pytest.mark.parametrize("case", checks.FEW_ROW_CASES, ids=checks.named)
+@pytest.mark.parametrize("case", few_row_cases.FEW_ROW_CASES, ids=checks.named)
 def test_attend_of_few_rows(ops, case, monkeypatch):
     monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
     checks.check_few_rows(ops, "cpu", case)
 
 
-@pytest.mark.parametrize("case", checks.NEAR_CASES, ids=checks.named)
+@pytest.mark.parametrize("case", few_row_cases.NEAR_CASES, ids=checks.named)
 def test_attend_of_few_exact_tokens(ops, case, monkeypatch):
     monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
     checks.check_few_rows(ops, "cpu", case)
@@ -72,6 +72,25 @@ def test_few_rows_have_kernels_of_their_own(ops, dim, tokens, monkeypatch):
     tiles = checks.run_attend(ops, "cpu", arguments, expected.shape, case.dtype)[0]
     monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
     assert not torch.equal(checks.run_attend(ops, "cpu", arguments, expected.shape, case.dtype)[0], tiles)
+
+
+@pytest.mark.parametrize("heads, tokens", [(1, 2000), (2, 2000), (2, 4000)])  # by each kernel
+@pytest.mark.parametrize("group", [4, 8])
+def test_flat_tail_of_few_rows(ops, group, heads, tokens, monkeypatch):
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    checks.check_flat_tail(ops, "cpu", heads, group, tokens)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_few_rows_with_too_many_parts(ops, limited, monkeypatch):
+    """Where an index of 32 bits does not reach all parts, the tiles answer."""
+    case = checks.Case("parts", dim=256, tokens=100, exact=132, dtype=torch.bfloat16)
+    arguments, _, expected, _ = checks.problem(case)
+    tiles = checks.run_attend(ops, "cpu", arguments, expected.shape, case.dtype)[0]
+    monkeypatch.setenv("KVQ_EMULATE_FEW_ROWS", "1")
+    if limited:
+        monkeypatch.setenv("KVQ_EMULATE_FEW_PARTS", "1")
+    assert torch.equal(checks.run_attend(ops, "cpu", arguments, expected.shape, case.dtype)[0], tiles) == limited
 
 
 @pytest.mark.parametrize("tokens", [1900, 5000])
