@@ -85,6 +85,7 @@ struct TileSource {
     if constexpr (PIECES * UNITS % 32 != 0) {
       copy_pieces<WORDS>(from, shared, to, PIECES, lane);
     } else {
+      if constexpr (UNITS % 32 != 0 && 32 % UNITS != 0) cuda::hold(lane);  // places are not kept in registers
 #pragma unroll
       for (int i = 0; i < PIECES * UNITS; i += 32)
         if constexpr (UNITS % 32 == 0)
