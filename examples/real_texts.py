@@ -5,23 +5,23 @@ tagged files are then read as one more text, ``brown``.
 """
 
 import ast
+import importlib.util
 import os
 import pathlib
 import pydoc_data.topics
 import re
-import sysconfig
 from collections.abc import Iterator
 
 MAX_CHARS = 200_000
 CODE_MODULES = ("argparse", "tarfile", "zipfile", "subprocess", "inspect", "doctest", "pickle", "dataclasses")
 DOCSTRING_MODULES = (
-    "collections/__init__",
+    "collections",
     "datetime",
     "difflib",
     "fractions",
     "functools",
     "heapq",
-    "logging/__init__",
+    "logging",
     "optparse",
     "random",
     "statistics",
@@ -29,7 +29,7 @@ DOCSTRING_MODULES = (
     "textwrap",
     "threading",
     "typing",
-    "unittest/case",
+    "unittest.case",
 )
 DATA_MODEL = re.compile("types|attribute|callable|customiz|descriptor|metaclass|sequence|numeric|objects|special")
 
@@ -56,7 +56,8 @@ def plain(topic: str) -> str:
 
 
 def source(module: str) -> str:
-    return pathlib.Path(sysconfig.get_paths()["stdlib"], module + ".py").read_text(encoding="utf-8")
+    """That of a standard module, which some versions of Python have as a file and others as a package."""
+    return pathlib.Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
 
 
 def docstrings(module: str) -> Iterator[str]:
