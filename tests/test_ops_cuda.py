@@ -22,6 +22,7 @@ from torch_kvq.ops.schemas import NAMES, SCALE_RULES
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EXACT = cuda.served_by() != cuda.NATIVE  # Triton's encode rounds no coordinates to float16
 
 
 def test_kernels_serve_every_operator():
@@ -133,7 +134,7 @@ def test_rotate(dim, kind, dtype):
 def test_encode_and_decode(dim, kind, bits, along_tokens, dtype):
     rule = SCALE_RULES[(dim // 4 + bits) % 4]
     for plain in (False, True):
-        codec_checks.check_encode(ops, DEVICE, dim, kind, bits, along_tokens, rule, dtype, plain)
+        codec_checks.check_encode(ops, DEVICE, dim, kind, bits, along_tokens, rule, dtype, plain, exact=EXACT)
     codec_checks.check_decode(ops, DEVICE, dim, kind, bits, along_tokens, dtype)
 
 
@@ -177,7 +178,7 @@ def test_encode_of_unlike_keys_and_values(dims, bits, kind, dtype, plain):
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_encode_of_any_magnitude(dim, along_tokens, dtype):
-    codec_checks.check_encode_of_any_magnitude(ops, DEVICE, dim, along_tokens, dtype)
+    codec_checks.check_encode_of_any_magnitude(ops, DEVICE, dim, along_tokens, dtype, EXACT)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,7 +192,7 @@ def test_encode_beside_a_large_centre(dim, dtype):
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize("dim", [64, 80])
 def test_encode_of_odd_vectors(dim, along_tokens, rule, dtype):
-    codec_checks.check_encode_of_odd_vectors(ops, DEVICE, dim, along_tokens, rule, dtype)
+    codec_checks.check_encode_of_odd_vectors(ops, DEVICE, dim, along_tokens, rule, dtype, EXACT)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

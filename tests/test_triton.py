@@ -126,6 +126,12 @@ def test_attend_leaves_nan_in_its_row(ops, dtype):
 
 
 @of_operators
+@pytest.mark.parametrize("group", [4, 8])
+def test_flat_tail(ops, group):
+    attend_checks.check_flat_tail(ops, DEVICE, 1, group, 700)
+
+
+@of_operators
 @pytest.mark.parametrize("num_multiprocessors", [1, 5, 132])
 def test_attend_does_not_depend_on_the_device_it_is_cut_for(ops, num_multiprocessors, monkeypatch):
     from torch_kvq.backends.triton import plan

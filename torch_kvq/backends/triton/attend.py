@@ -84,7 +84,7 @@ def _packed(
             codes, signs = value_codes(values, batch, head, now, length, VALUE_BITS, VALUE_DIM, VALUE_WIDTH, TOKENS)
             scales = token_scales(values, batch, head, tokens, length)
         acc, mass, unit, most = add_values(
-            acc, mass, unit, kept, most, p * scales[:, None], codes, signs, value_table, VALUE_BITS, SHARED, PARTS
+            acc, mass, unit, kept, most, p * scales[:, None], tokens, codes, signs, value_table, VALUE_BITS, SHARED, PARTS
         )
     return sum_of_values(acc, mass, unit, values.levels, VALUE_BITS), peak, total
 

@@ -49,9 +49,9 @@ def _centre(packed, batch, head, chunk, DIM: tl.constexpr):
 
 @triton.jit
 def _two(x):
-    """Float32 ``x`` in two parts of bfloat16: its upper half and the rest, rounded."""
-    upper = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return upper.to(tl.bfloat16), (x - upper).to(tl.bfloat16)
+    """Float32 ``x`` in two parts of bfloat16, both rounded: what is left of it is 2^-18 of it at most."""
+    first = x.to(tl.bfloat16)
+    return first, (x - first.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

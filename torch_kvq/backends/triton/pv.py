@@ -53,7 +53,9 @@ def _pv(
             total += tl.sum(weights, 0)
             weights *= token_scales(values, batch, head, tokens, length)[:, None]
             codes, signs = value_codes(values, batch, head, now, length, BITS, DIM, WIDTH, TOKENS)
-            acc, mass, unit, most = add_values(acc, mass, unit, 1.0, most, weights, codes, signs, table, BITS, False, PARTS)
+            acc, mass, unit, most = add_values(
+                acc, mass, unit, 1.0, most, weights, tokens, codes, signs, table, BITS, False, PARTS
+            )
         acc = sum_of_values(acc, mass, unit, values.levels, BITS)
         column = coordinates(WIDTH, False)
     else:

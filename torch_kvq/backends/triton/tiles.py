@@ -92,9 +92,10 @@ def key_scores(codes, signs, scales, table, query, factor, addend, bias, BITS: t
 
 @triton.jit
 def add_values(
-    acc, mass, unit, kept, most, weights, codes, signs, table, BITS: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr
-):
-    """Adds unpacked values times ``weights [N, rows]`` to ``acc [WIDTH, rows]``, the weights themselves to ``mass``.
+    acc, mass, unit, kept, most, weights, tokens, codes, signs, table, BITS: tl.constexpr, SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Adds unpacked values times ``weights [N, rows]`` of ``tokens`` to ``acc [WIDTH, rows]``, the weights to ``mass``.
 
     ``acc`` is in units of ``unit``, ``most`` is the largest weight so far; ``kept`` multiplies all that was before. The unit
     follows the largest weight of a tile, so that digits do not run out, but for so little that it is lost beside ``most``.
@@ -107,7 +108,8 @@ def add_values(
     largest = tl.max(tl.abs(weights), 0)
     most = tl.maximum(most * kept, largest)
     new = tl.maximum(tl.maximum(largest, most * _FLOOR), 1e-30) / TOP_DIGIT
-    by_four = tl.permute(tl.reshape(weights * (1 / new)[None, :], (N // 32, 4, 8, ROWS)), (0, 2, 1, 3))
+    scaled = weights * (1 / new)[None, :] + (_fractions(tokens) * (1 / BASE ** (PARTS - 1)))[:, None]
+    by_four = tl.permute(tl.reshape(scaled, (N // 32, 4, 8, ROWS)), (0, 2, 1, 3))
     words = digit_words(tl.reshape(by_four, (N // 4, 4, ROWS)), PARTS)
     left = code_values(codes, signs, table, BITS)
     if SHARED:
@@ -116,6 +118,13 @@ def add_values(
         left = tl.reshape(left, (WIDTH, N))
     acc = acc * (unit * kept / new)[None, :] + dot_digits(left, words, PARTS)
     return acc, mass * kept + tl.sum(weights, 0), new, most
+
+
+@triton.jit
+def _fractions(tokens):
+    """Spread evenly between -1/2 and 1/2 over any run of tokens, by multiples of the golden ratio: what the last digit of a
+    weight rounds off goes up in some tokens and down in others, so that many weights too small for it count together."""
+    return (tokens * -1640531527).to(tl.float32) * (0.998 / 2**32)
 
 
 @triton.jit
