@@ -71,6 +71,7 @@ $(DONE)/packages: $(DONE)/$(subst =,-,$(TORCH)) pyproject.toml
 
 # Without build isolation: the build uses the torch installed above instead of fetching another.
 $(DONE)/project: $(DONE)/packages $(SOURCES)
+	@echo "Building torch_kvq: a minute or two, many more where nvcc is (KVQ_NO_CUDA=1 leaves out what it compiles)."
 	$(PIP) install --no-build-isolation --editable ".[demo,test]"
 	touch $@
 

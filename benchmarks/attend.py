@@ -6,7 +6,8 @@ Both sides run in every round, in random order, so that whatever else the machin
 both; medians and minima over the rounds, the spread is (third - first quartile) / median. Dense is the best by median of
 ``dense.py``: on the CPU ``F.scaled_dot_product_attention`` in bfloat16 and float32, with ``enable_gqa`` and with the group
 of query heads folded into the query length. Ratios are of medians in the same rounds. ``memory`` is packed bytes over time,
-over the measured rate of a plain read (on CUDA of a copy). On the CPU queries are float32, whichever instruction set answers.
+over the measured rate of a plain read (on CUDA of a copy); that of encode is measured without prefill attention between, which
+brings a GPU to its power limit. On the CPU queries are float32, whichever instruction set answers.
 
 On CUDA a side is the replay of one graph over copies of its data that together exceed the L2 cache, as the layers of a model
 do, timed by events; on MPS a queue of calls between two synchronisations. ``--isas packed triton`` measures the Triton twin
@@ -166,7 +167,7 @@ def attend_row(shape: tuple[int, ...], args, rate: float) -> dict:
 
 
 def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:
-    """Encode of keys and values of all heads of one sequence against causal attention over the same tokens."""
+    """Encode of keys and values of all heads of one sequence against causal attention over the same tokens, and alone."""
     query_heads, heads, dim = model
     q, k, v = (torch.randn(1, h, args.prefill, dim, device=args.device) for h in (query_heads, heads, heads))
     fresh = (k, v) if args.device == "cpu" else (k.bfloat16(), v.bfloat16())
@@ -190,10 +191,13 @@ def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:
     once = functools.partial(timing.replayed, least=1) if args.device == "cuda" else functools.partial(side, device=args.device)
     theirs = {name: once([call]) for name, call in dense.prefill_calls(q, k, v).items()}  # of many milliseconds each
     rounds = max(3, args.rounds // 8) if args.device == "cpu" else max(7, args.rounds // 2)
-    best, results = compare(sides_of(calls, read, args.device), theirs, rounds)
+    ours = sides_of(calls, read, args.device)
+    alone = timing.in_turn(ours, rounds)
+    best, results = compare(ours, theirs, rounds)
     for isa in args.isas:
         results[isa]["share"] = results[isa]["median_ms"] / results[best]["median_ms"]
-        results[isa]["memory_share"] = (read + written) / (results[isa]["median_ms"] / 1e3) / rate
+        results[isa]["alone"] = timing.summary(alone[isa])
+        results[isa]["memory_share"] = (read + written) / (results[isa]["alone"]["median_ms"] / 1e3) / rate
     return dict(shape=(1, *model, args.prefill), best_dense=best, results=results)
 
 

@@ -83,12 +83,14 @@ def _all(result: dict) -> str:
 
 
 def _encode(result: dict) -> str:
-    rows = []
+    rows, measured_alone = [], [isa for isa in result["isas"] if "alone" in result["encode"][0]["results"][isa]]
     for row in result["encode"]:
         sides = row["results"]
         cells = [f"{_ms(sides[isa])}, {sides[isa]['share']:.1%} of it" for isa in result["isas"]]
-        rows.append([_shape(row), f"{_ms(sides[row['best_dense']])} {row['best_dense']}", *cells])
-    return table(["Hq, Hk, d, tokens", "dense prefill attention", *result["isas"]], rows)
+        alone = [_ms(sides[isa]["alone"]) for isa in measured_alone]
+        rows.append([_shape(row), f"{_ms(sides[row['best_dense']])} {row['best_dense']}", *cells, *alone])
+    titles = [*result["isas"], *(f"{isa}, alone" for isa in measured_alone)]
+    return table(["Hq, Hk, d, tokens", "dense prefill attention", *titles], rows)
 
 
 def _bars(result: dict) -> list[Bar]:

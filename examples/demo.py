@@ -131,7 +131,7 @@ def draw_growth(sizes: dict[str, list[int]], dtype: str) -> None:
     for length, dense, ours in zip(LENGTHS, *sizes.values()):
         if length >= LABELS_FROM:
             place = (length, ours / 2**20)
-            axes.annotate(f"{dense / ours:.1f}x", place, xytext=(0, 7), textcoords="offset points", ha="center")
+            axes.annotate(f"{dense / ours:.2f}x", place, xytext=(0, 7), textcoords="offset points", ha="center")
     most = 1.1 * max(map(max, sizes.values())) / 2**20
     axes.set(xlabel="context length, tokens", ylabel="resident keys and values, MiB", ylim=(0, most), xlim=(0, None))
     axes.set_title(f"SmolLM2-135M, {dtype}: bytes that a cache holds", loc="left", fontsize=11)

@@ -56,6 +56,12 @@ def test_doctor_says_what_of_cuda_is_missing(content, said, capsys, monkeypatch,
         assert f"\nCUDA kernels: none in use, {missing}; {said}\n" in capsys.readouterr().out
 
 
+def test_doctor_may_be_cut_short():
+    command = f"{sys.executable} -m torch_kvq doctor | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout == "0\n" and "BrokenPipe" not in done.stderr
+
+
 def test_doctor_reports_what_an_import_refuses():
     environment = {**os.environ, "KVQ_CUDA": "native", "KVQ_CPU_ISA": "best", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

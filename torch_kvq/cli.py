@@ -2,7 +2,9 @@
 
 import argparse
 import functools
+import os
 import platform
+import sys
 import time
 import types
 import warnings
@@ -196,7 +198,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     there = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
     everywhere = [name for name, available in there.items() if available]
-    return doctor(options.selftest, [options.device] if options.device else everywhere)
+    try:
+        status = doctor(options.selftest, [options.device] if options.device else everywhere)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader, as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return 0
 
 
 if __name__ == "__main__":
