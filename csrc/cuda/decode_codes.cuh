@@ -21,6 +21,9 @@ struct ByteTable {
   static __device__ __forceinline__ float level_of(const float *levels, int bits, int lane) {
     return levels[lane & ((1 << (bits - 1)) - 1)];
   }
+  static __device__ __forceinline__ float step_of(const float *levels, int bits) {
+    return levels[(1 << (bits - 1)) - 1] * (1.0f / TOP_LEVEL);
+  }
   __device__ __forceinline__ ByteTable(float level, int bits, int lane) {
     int half = 1 << (bits - 1), i = lane & 7;
     step = __shfl_sync(~0u, level, half - 1) * (1.0f / TOP_LEVEL);

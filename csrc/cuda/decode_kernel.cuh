@@ -15,13 +15,13 @@ template <int KBITS_, int VBITS_, int DIM_, int VDIM_, bool OCT_>
 struct DecodeShape {
   static constexpr int KBITS = KBITS_, VBITS = VBITS_, DIM = DIM_, VDIM = VDIM_, NUM_ROWS = OCT_ ? 8 : 4;
   static constexpr bool OCT = OCT_, EXACT_APART = DIM > 128;  // exact tokens in CTAs of their own: both do not fit
-  static constexpr bool ROOM = !OCT || DIM + VDIM <= 256;     // for addresses in registers
   // Whether a fifth warp attends to exact tokens while four work on tiles.
   static constexpr bool FIFTH = !OCT && !EXACT_APART;
   static constexpr int LONG_WARPS = FIFTH ? WARPS + 1 : WARPS;
   static constexpr bool SHORT = VDIM <= 32 * WARPS && VDIM % 32 == 0;  // whether there is a kernel of short contexts
   using Tile = TileLayout<KBITS, VBITS, DIM, VDIM>;
   using Packed = PackedWarp<KBITS, VBITS, DIM, VDIM, OCT>;
+  static constexpr bool ROOM = Packed::ROOM;  // in registers
   // Shared memory in bytes: tiles (each warp's sums afterwards; exact tokens in CTAs that have no others), the queries,
   // states of the warps' packed and exact tokens and of the CTA's two parts, exact tokens (their sums afterwards).
   static constexpr int MERGE_ROW = VDIM + 4, TILES = 4 * WARPS * Tile::SIZE;
@@ -233,9 +233,14 @@ __global__ void __launch_bounds__(32 * S::LONG_WARPS, 2)
     __syncwarp();
     packed.add_tile(words, at, values, x, restricted, tile * TILE_LEN, a.start, a.length, a.softcap, mask, g, c);
     __syncwarp();
-    start_values(source, tile + WARPS);
+    if constexpr (S::ROOM)
+      start_values(source, tile + WARPS);
+    else  // addresses made anew
+      hold(b), hold(h), start_values(Source(a, b, h, stop, lane), tile + WARPS);
   }
-  end_part<T, S>(a, parts, packed, values.step, memory);
+  float value_step = values.step;
+  if constexpr (!S::ROOM) value_step = ByteTable::step_of(a.values.levels, S::VBITS);  // read anew
+  end_part<T, S>(a, parts, packed, value_step, memory);
 }
 
 }  // namespace cuda

@@ -38,6 +38,7 @@ struct PackedWarp {
   static constexpr int HALVES = OCT ? 2 : 1, TOKENS = HALVES * HALF_LEN;  // of a tile, whose softmax a lane does
   static constexpr int SUM_ROWS = OCT ? 2 : 1;                            // whose sums a lane has
   static constexpr int AT_ONCE = OCT ? 1 : 2;                             // tokens of a lane in one product of keys
+  static constexpr bool ROOM = !OCT || DIM + VDIM <= 256;                 // for queries and addresses in registers
 
   // Of lane (g, c): the row whose softmax it does, the first token of a tile that it does, whether it is the first lane
   // of that row, row `i` of its sums.
@@ -85,15 +86,21 @@ struct PackedWarp {
     load_fragments(bytes, g, c);
   }
   __device__ __forceinline__ void load_fragments(const char *bytes, int g, int c) {
+    constexpr int LOWER = ROWS * Q::ROW_BYTES;
     const char *from = bytes + 8 * c + (OCT ? g : g / 2 + g % 2 * ROWS) * Q::ROW_BYTES;
 #pragma unroll
     for (int s = 0; s < L::WORDS; s++) {
-      uint2 two = *(const uint2 *)(from + 32 * s);
-      if constexpr (OCT) {
-        uint2 lower = *(const uint2 *)(from + ROWS * Q::ROW_BYTES + 32 * s);
-        query[s][0] = two.x, query[s][1] = lower.x, query[s][2] = two.y, query[s][3] = lower.y;
+      if constexpr (!ROOM) {  // word by word to where a product takes them: pairs would be copied for each of its uses
+        auto word = [=](int at) { return *(const volatile uint32_t *)(from + 32 * s + at); };
+        query[s][0] = word(0), query[s][1] = word(LOWER), query[s][2] = word(4), query[s][3] = word(LOWER + 4);
       } else {
-        query[s][0] = two.x, query[s][1] = two.y;
+        uint2 two = *(const uint2 *)(from + 32 * s);
+        if constexpr (OCT) {
+          uint2 lower = *(const uint2 *)(from + LOWER + 32 * s);
+          query[s][0] = two.x, query[s][1] = lower.x, query[s][2] = two.y, query[s][3] = lower.y;
+        } else {
+          query[s][0] = two.x, query[s][1] = two.y;
+        }
       }
     }
   }

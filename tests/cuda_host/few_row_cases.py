@@ -50,6 +50,20 @@ FEW_ROW_CASES += [
     )
     for group in (3, 7)
 ]
+# Head dims whose kernel of more than four rows has no room in registers: several tiles a warp, the last one cut.
+FEW_ROW_CASES += [
+    Case(f"{name}-{bits}{bits}-{label}", bits=(bits, bits), group=group, **dims, **fields)
+    for bits in (2, 3, 4)
+    for label, dims in (
+        ("D192", dict(dim=192, value_dim=128, dtype=FP16)),
+        ("D256", dict(dim=256, dtype=FP16)),
+        ("D256-bf16", dict(dim=256, dtype=BF16)),
+    )
+    for name, group, fields in (
+        ("tiles", 8, dict(tokens=2950, batch=2)),
+        ("tiles-mask", 5, dict(tokens=2300, batch=4, heads=1, start=140, mask="float", softcap=9.0)),
+    )
+]
 FEW_ROW_CASES += [Case("body-and-long-exact", tokens=1700, exact=1100, dim=128, dtype=torch.bfloat16)]
 # Exact tokens alone and few: a warp for 16 of them, up to 320 (head dims up to 128), 256 (192) or 192 (256).
 NEAR = Case("near", tokens=0, exact=132, heads=2, group=4, dim=128, dtype=torch.bfloat16)
@@ -90,4 +104,8 @@ CARD_CASES = [
         Case("card-alone", batch=16, heads=16, tokens=700, exact=132, group=2),
         Case("card-alone-rows", batch=16, heads=16, tokens=700, exact=132, group=5),
     ]
+]
+CARD_CASES += [
+    Case(f"card-tiles-{bits}{bits}-D256", bits=(bits, bits), batch=16, heads=8, tokens=3000, group=8, dim=256, dtype=BF16)
+    for bits in (2, 3, 4)
 ]
