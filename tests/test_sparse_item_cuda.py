@@ -128,7 +128,7 @@ def test_rows_begin_anywhere(tokens, start, junk, kernels):
     check_item(kernels, of_item(case=case, junk=junk), 0.8, start=start)
 
 
-FULL = 342 * 64  # tokens of a segment at most
+FULL = 360 * 64  # tokens of a segment at most
 
 
 @on_gpu

@@ -210,8 +210,10 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   uint32_t *own = m.cells + c * SMALL_BINS - FIRST_SMALL;
   ScanPlace at(block.item / (int)s.heads, block.item % (int)s.heads, block.first + part * PART);
   PartSource source(s, at, lane);
-  __half *first_to = m.scores + c * m.pitch + 8 * g, *to = first_to + part * PART;
-  auto tokens_left = [&] { return (int)s.tokens - SegmentPlace(plan).first - (int)(to - first_to); };  // rarely needed
+  int to = c * m.pitch + 8 * g + part * PART;
+  auto tokens_left = [&] {  // rarely needed
+    return (int)s.tokens - SegmentPlace(plan).first - (to - (lane_id() & 3) * m.pitch - 8 * (lane_id() >> 2));
+  };
   if (left > 0) source.bring(staged, tokens_left(), lane);
   close_copies();
   ScanQueries<__half> queries(s, at, lane);
@@ -238,7 +240,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
     KeptScores<__half> scores;
     score_words(scores, queries, s, words, FloatScaling{floats + 2 * g});
     int there = left > 1 ? PIECE : tokens_left() - 8 * g;
-    if (used) keep_scores(scores, there, to, units, own, most);
+    if (used) keep_scores(scores, there, m.scores + to, units, own, most);
     to += PART;
     __syncwarp();  // before the floats of the next part
   }
