@@ -13,6 +13,8 @@
 namespace kvq {
 namespace cuda {
 
+// A multiprocessor is one block's: the fewer there are, the less is added up in memory and waited for, and the more
+// tokens have room in a turn of blocks.
 constexpr int ITEM_WARPS = 24, ITEM_THREADS = ITEM_WARPS * WARP, ITEM_CTAS = 1;
 // Bins of scores from -64 to 64, the ends excluded.
 constexpr int FIRST_SMALL = 0x2C00 >> BIN_SHIFT, SMALL_BINS = (0xD400 >> BIN_SHIFT) - FIRST_SMALL;
@@ -38,9 +40,7 @@ constexpr int NOTE_BYTES = (sizeof(ItemNotes) + 15) / 16 * 16;
 __host__ __device__ constexpr int pitch_of(int parts) { return parts * PART + 16; }
 
 // Shared memory of a block of threads that has the scores of as many parts of 64 tokens.
-constexpr int item_bytes(int parts) {
-  return STAGED_BYTES + CELL_BYTES + NOTE_BYTES + SCAN_ROWS * pitch_of(parts) * 2;
-}
+constexpr int item_bytes(int parts) { return STAGED_BYTES + CELL_BYTES + NOTE_BYTES + SCAN_ROWS * pitch_of(parts) * 2; }
 
 // Parts that fit, where a block may have `most` bytes and a multiprocessor has `all`, 1 KB a block its own.
 constexpr int item_parts(int most, int all) {
@@ -74,9 +74,7 @@ struct ItemPlan {
     if (segment_parts < ITEM_WARPS) segment_parts = ITEM_WARPS;
     segments = (int)ceil_div(parts, segment_parts);
   }
-  bool fits() const {
-    return segments && AT_ONCE * segments <= slots && (int64_t)items * segments < 1 << 30;
-  }
+  bool fits() const { return segments && AT_ONCE * segments <= slots && (int64_t)items * segments < 1 << 30; }
   __device__ float unit() const { return (float)(1 << min(__clz(segment_parts * PART), 22)); }
 };
 
@@ -147,8 +145,9 @@ __device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count
   if (__hblt2(most, small)) add_small<false>(pair_at, count, units, cells);
 }
 
-// What a lane brings of the parts of a head, one after another, the next while one is scored: signs of two tokens, which are copied, and factors or
-// biases of four, which it makes floats for all lanes. Signs of tokens follow each other.
+// What a lane brings of the parts of a head, one after another, the next while one is scored: signs of two tokens,
+// which are copied, and factors or biases of four, which it makes floats for all lanes. Signs of tokens follow each
+// other.
 struct PartSource {
   const uint32_t *signs;
   const uint16_t *halves;

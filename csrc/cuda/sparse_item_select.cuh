@@ -1,5 +1,7 @@
-// sign_top_p_select in one launch, last part: scores of the bin of the cut are counted code by code, and each block
-// writes the tokens that it selects behind those of the segments before.
+// sign_top_p_select in one launch, last part: scores are looked at once, for those that are surely kept and those in
+// the bin of the cut, which are counted code by code; and each block writes the tokens that it selects behind those of
+// the segments before. Counts and numbers of tokens are told by words that are not 0 once they are there, which takes
+// half as long as a meeting.
 #pragma once
 
 #include "sparse_item_cut.cuh"
@@ -26,9 +28,9 @@ __device__ __forceinline__ uint32_t code_of(__half score) {
   return (uint32_t)(bits ^ bits >> 15) % CODES;
 }
 
-// Which tokens are kept, of the scores of a segment.
+// What a thread knows of its units.
 struct UnitMarks {
-  uint32_t of[UNIT_STEPS];  // a byte a row: scores of the bin of the cut, of a unit
+  uint32_t of[UNIT_STEPS];  // a byte a row: scores in doubt, those of the bin of the cut of tokens that may not be kept
 
   // Uses every unit of this thread; lanes go on together.
   template <class Use>
@@ -79,9 +81,8 @@ struct UnitMarks {
   __device__ __forceinline__ void settle(const ItemMemory &m, int parts) const {
     each_unit(parts, [&](int unit, int step) {
       uint32_t keep = 0;
-      each(m, of[step], unit, [&](int r, int token, __half x) {
-        keep |= (uint32_t)(__half2float(x) >= m.notes->least[r]) << token;
-      });
+      each(m, of[step], unit,
+           [&](int r, int token, __half x) { keep |= (uint32_t)(__half2float(x) >= m.notes->least[r]) << token; });
       if (keep) m.kept()[unit] |= (uint8_t)keep;
     });
   }

@@ -97,7 +97,8 @@ struct ItemCall {
       return at;
     };
     plan.masses = (Mass *)take(items * SCAN_ROWS * SMALL_BINS, sizeof(Mass));
-    plan.counts = (uint32_t *)take(items * plan.segments * SCAN_ROWS * WARP, 4), plan.tops = (uint32_t *)take(items * SCAN_ROWS, 4);
+    plan.counts = (uint32_t *)take(items * plan.segments * SCAN_ROWS * WARP, 4),
+    plan.tops = (uint32_t *)take(items * SCAN_ROWS, 4);
     plan.large = (uint32_t *)take(items, 4), plan.arrived = (uint32_t *)take(items, 4);
     plan.ready = (uint32_t *)take(items * plan.segments, 4), cleared_bytes = bytes;
     plan.large_masses = (Mass *)take(items * SCAN_ROWS * NUM_BINS, sizeof(Mass));

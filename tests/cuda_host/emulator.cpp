@@ -284,8 +284,8 @@ cudaError_t cudaGetDevice(int *device) {
   return *device = number ? atoi(number) : 0, cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount         ? emulated::num_multiprocessors()
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
+  *value = attribute == cudaDevAttrMultiProcessorCount               ? emulated::num_multiprocessors()
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin    ? 227 * 1024
            : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 * 1024
                                                                      : 0;
   return cudaSuccess;
