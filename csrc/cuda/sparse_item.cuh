@@ -198,6 +198,13 @@ struct FloatScaling {
   __device__ __forceinline__ float2 biases(int i) const { return two(at + WARP / 2, i); }
 };
 
+// By all threads of a block: no masses and no large scores.
+__device__ __forceinline__ void clear_cells(const ItemMemory &m) {
+  for (int i = threadIdx.x; i < CELL_BYTES / 16; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < SCAN_ROWS) m.notes->large[threadIdx.x] = 0;
+  __syncthreads();
+}
+
 // Scores of a segment and the masses of their bins. Signs of tokens follow each other.
 __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &plan, const ItemMemory &m) {
   int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
@@ -215,6 +222,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   };
   if (left > 0) source.bring(staged, tokens_left(), lane);
   close_copies();
+  clear_cells(m);  // while the first copies are under way
   ScanQueries<__half> queries(s, at, lane);
   bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());

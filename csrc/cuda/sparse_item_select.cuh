@@ -192,9 +192,6 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   extern __shared__ uint4 memory[];
   ItemMemory m(memory, plan);
   int t = threadIdx.x, rows = (int)(s.group * s.queries);
-  for (int i = t; i < SCAN_ROWS * SMALL_BINS / 4; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
-  if (t < SCAN_ROWS) m.notes->large[t] = 0;
-  __syncthreads();
   scan_segment(s, plan, m);
   wait_for_kernels_ahead(), let_next_kernel_begin();  // only now, see clear_items
   __syncthreads();
