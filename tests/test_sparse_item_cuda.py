@@ -9,7 +9,7 @@ import torch
 from cuda_host.attend_checks import moved
 from op_cases import check_fences, fenced
 from sparse_cases import SparseCase, coded, index_of
-from test_sparse_cuda import HALF, is_native, on_gpu
+from test_sparse_cuda import HALF, OnDevice, is_native, on_gpu
 
 from torch_kvq import ops
 from torch_kvq.ops import sparse_reference
@@ -32,9 +32,9 @@ def of_item(edit=None, case=ITEM, scale=0.3, junk=False):
     return planes, terms, *parts, case.dim, scale
 
 
-def check_item(kernels, coding, top_p, capacity=None, start=0, more=0.0):
+def check_item(kernels, coding, top_p, capacity=None, start=0, more=0.0, written=False):
     """One selection against the reference, where exact tokens have some log-sum-exp and ``more``. Scores of up to four rows a
-    kv head stay in the kernel unless a ``capacity`` may be exceeded."""
+    kv head stay in the kernel unless a ``capacity`` may be exceeded or they are to be ``written``."""
     planes, sign = coding[0], coding[2]
     tokens, selections, room = sign.shape[2] - start, sign.shape[:2], capacity or sign.shape[2] - start
     lse = more + torch.linspace(-1, 3, planes.shape[1])[None, :, None].expand(planes.shape[:3])
@@ -48,7 +48,7 @@ def check_item(kernels, coding, top_p, capacity=None, start=0, more=0.0):
     assert torch.equal(count, expected[2])
     for b, k in count.nonzero().tolist():
         assert torch.equal(indices[b, k, : count[b, k]], expected[1][b, k, : count[b, k]])
-    if planes.shape[1] * planes.shape[2] > 4 * sign.shape[1]:
+    if written or planes.shape[1] * planes.shape[2] > 4 * sign.shape[1]:
         torch.testing.assert_close(scores, expected[0], rtol=0, atol=0, equal_nan=True)
     else:
         assert capacity or not is_native(kernels) or scores.isnan().all()
@@ -128,11 +128,32 @@ def test_rows_begin_anywhere(tokens, start, junk, kernels):
     check_item(kernels, of_item(case=case, junk=junk), 0.8, start=start)
 
 
-@pytest.mark.parametrize("tokens", [5500, 5600])
+FULL = 360 * 64  # tokens of a segment at most
+
+
+@on_gpu
+@pytest.mark.parametrize("tokens", [FULL, FULL + 1])
 def test_segments_are_as_long_as_they_may_be(tokens, kernels):
-    """So many kv heads, of 396 blocks of threads at once, that each is one block's or, just above its 86 parts, two's."""
-    case = SparseCase("long", dim=128, tokens=tokens, group=1, batch=10, heads=20, centred=True, kind="none")
+    """So many kv heads, of 132 blocks of threads at once, that each is one block's or, just above its size, three's."""
+    case = SparseCase("long", dim=128, tokens=tokens, group=1, batch=7, heads=10, centred=True, kind="none")
     check_item(kernels, of_item(case=case), 0.8)
+
+
+@pytest.mark.parametrize("edit", [None, equal, large])
+@pytest.mark.parametrize("processors, heads, tokens", [(4, 5, FULL), (8, 3, 30000), (8, 5, 2 * FULL)])
+def test_segments_on_a_small_gpu(processors, heads, tokens, edit, kernels, monkeypatch):
+    """Of blocks that begin in turns: one a kv head, two that are alike, two that are full. ``equal`` scores are all
+    counted as one code."""
+    monkeypatch.setenv("KVQ_EMULATE_MULTIPROCESSORS", str(processors))
+    case = SparseCase("turns", dim=128, tokens=tokens, group=2, heads=heads, centred=True)
+    check_item(kernels, of_item(edit, case), 0.8)
+
+
+def test_kv_heads_of_too_many_blocks(kernels, monkeypatch):
+    """Where a quarter of a GPU does not hold one, the scan is a launch of its own and writes scores."""
+    monkeypatch.setenv("KVQ_EMULATE_MULTIPROCESSORS", "4")
+    case = SparseCase("many", dim=128, tokens=FULL + 1, group=1, heads=1, centred=True)
+    check_item(kernels, of_item(case=case), 0.8, written=not isinstance(kernels, OnDevice))
 
 
 def check_replays(step, changes, count, indices):

@@ -21,13 +21,20 @@ __device__ __forceinline__ T fresh(const T *x) {
   return *(const volatile T *)x;
 }
 
+// Adds to what is in memory; unlike atomicAdd it surely has nothing come back.
+__device__ __forceinline__ void add_to(uint32_t *to, uint32_t x) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ void add_to(unsigned long long *to, unsigned long long x) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
+}
+
 // Waits for other blocks of threads: those of which each has called this with the same counter, `all` times together.
 // What any of them wrote before, each may then read by `fresh`.
 __device__ __forceinline__ void meet_blocks(uint32_t *arrived, uint32_t all) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(arrived, 1u);
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
     uint32_t there;
     do {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(arrived) : "memory");
@@ -42,6 +49,18 @@ __device__ __forceinline__ uint32_t awaited(const uint32_t *x) {
   while (!(there = fresh(x))) {
   }
   return there;
+}
+
+// The same of `count` words, N at most, that are `stride` apart.
+template <int N>
+__device__ __forceinline__ void await_words(uint32_t (&words)[N], const uint32_t *from, int stride, int count) {
+  bool all;
+  do {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (i < count) words[i] = fresh(from + i * stride), all = all && words[i];
+  } while (!all);
 }
 
 }  // namespace cuda

@@ -13,42 +13,68 @@
 namespace kvq {
 namespace cuda {
 
-// Parts of 64 tokens: as many a segment as fit into a third of a multiprocessor's shared memory.
-constexpr int ITEM_WARPS = 8, ITEM_THREADS = ITEM_WARPS * WARP, ITEM_CTAS = 3, MAX_PARTS = 86;
+// A multiprocessor is one block's: the fewer there are, the less is added up in memory and waited for, and the more
+// tokens have room in a turn of blocks.
+constexpr int ITEM_WARPS = 24, ITEM_THREADS = ITEM_WARPS * WARP, ITEM_CTAS = 1;
 // Bins of scores from -64 to 64, the ends excluded.
 constexpr int FIRST_SMALL = 0x2C00 >> BIN_SHIFT, SMALL_BINS = (0xD400 >> BIN_SHIFT) - FIRST_SMALL;
-constexpr int WARP_UNITS = 2 * PART + WARP, STAGED_BYTES = ITEM_WARPS * WARP_UNITS * 16,  // signs twice, floats
+constexpr int WARP_UNITS = PART + WARP, STAGED_BYTES = ITEM_WARPS * WARP_UNITS * 16,  // signs, floats
     CELL_BYTES = SCAN_ROWS * SMALL_BINS * 4;
 
 static_assert(STAGED_BYTES >= SCAN_ROWS * NUM_BINS * 4, "masses of rows follow staged chunks");
-static_assert(MAX_PARTS * PART / 32 <= ITEM_THREADS, "a thread has one word of the selection");
 
 using Mass = unsigned long long;
 
 constexpr int AT_ONCE = 4;  // streams that may run this kernel at the same time
 
+struct ItemNotes {
+  RowCut cuts[SCAN_ROWS];
+  float least[SCAN_ROWS];  // scores from here on are kept
+  float exact[SCAN_ROWS];  // log-sum-exp
+  int sums[ITEM_WARPS], large[SCAN_ROWS];
+};
+
+constexpr int NOTE_BYTES = (sizeof(ItemNotes) + 15) / 16 * 16;
+
+// From row to row of scores, in halves; free of bank conflicts.
+__host__ __device__ constexpr int pitch_of(int parts) { return parts * PART + 16; }
+
+// Shared memory of a block of threads that has the scores of as many parts of 64 tokens.
+constexpr int item_bytes(int parts) { return STAGED_BYTES + CELL_BYTES + NOTE_BYTES + SCAN_ROWS * pitch_of(parts) * 2; }
+
+// Parts that fit, where a block may have `most` bytes and a multiprocessor has `all`, 1 KB a block its own.
+constexpr int item_parts(int most, int all) {
+  int share = all / ITEM_CTAS - 1024, bytes = share < most ? share : most;
+  return (bytes - item_bytes(0)) / (SCAN_ROWS * PART * 2);
+}
+constexpr int MAX_PARTS = item_parts(227 * 1024, 228 * 1024);  // of an sm_90
+
+// What a device can hold of this kernel: blocks of threads at once, and parts in each.
+struct ItemRoom {
+  int blocks, parts;
+};
+
 struct ItemPlan {
   int parts, segment_parts, segments, items, slots;
   Mass *masses;        // [items, SCAN_ROWS, SMALL_BINS], relative to the peaks of bins and times 1 / unit
   Mass *large_masses;  // [items, SCAN_ROWS, NUM_BINS] of rows with larger scores, relative to no more than the largest
-  uint32_t *counts;    // [items, SCAN_ROWS, CODES]: scores of each code of the bin of the cut
+  uint32_t *counts;    // [items, segments, SCAN_ROWS, WARP]: scores of two codes of the bin of the cut, one more each
   uint32_t *tops;      // [items, SCAN_ROWS]: largest scores of such rows, as ordered bits
   uint32_t *large;     // [items]: such rows, as bits
   uint32_t *arrived;   // [items]: of meet_blocks
   uint32_t *ready;     // [items, segments]: one more than the tokens that a segment selects, 0 until they are known
 
-  // `blocks` of threads fit on the device.
-  ItemPlan(const SignScan &s, int blocks) : slots(blocks) {
-    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads);
-    int64_t most = slots / AT_ONCE, at_once = slots / items < most ? slots / items : most;
-    int64_t wanted = ceil_div(parts, at_once > 0 ? at_once : 1);
-    segment_parts = (int)(wanted > ITEM_WARPS ? wanted : ITEM_WARPS);
-    if (segment_parts > MAX_PARTS) segment_parts = (int)ceil_div(parts, ceil_div(parts, MAX_PARTS));
+  // As many segments as begin at once, in as few turns as possible.
+  ItemPlan(const SignScan &s, const ItemRoom &room) : slots(room.blocks) {
+    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads), segments = 0;
+    if (room.parts < ITEM_WARPS || slots < 1) return;
+    int64_t least = ceil_div(parts, room.parts), turns = ceil_div(items * least, slots), wanted = turns * slots / items;
+    if (wanted > slots / AT_ONCE) wanted = slots / AT_ONCE;
+    segment_parts = (int)ceil_div(parts, wanted > least ? wanted : least);
+    if (segment_parts < ITEM_WARPS) segment_parts = ITEM_WARPS;
     segments = (int)ceil_div(parts, segment_parts);
   }
-  bool fits() const {
-    return AT_ONCE * segments <= slots && segments <= ITEM_THREADS && (int64_t)items * segments < 1 << 30;
-  }
+  bool fits() const { return segments && AT_ONCE * segments <= slots && (int64_t)items * segments < 1 << 30; }
   __device__ float unit() const { return (float)(1 << min(__clz(segment_parts * PART), 22)); }
 };
 
@@ -63,23 +89,11 @@ struct SegmentPlace {
   }
 };
 
-struct ItemNotes {
-  RowCut cuts[SCAN_ROWS];
-  float least[SCAN_ROWS];  // scores from here on are kept
-  float exact[SCAN_ROWS];  // log-sum-exp
-  int sums[ITEM_WARPS], large[SCAN_ROWS];
-};
-
-constexpr int NOTE_BYTES = (sizeof(ItemNotes) + 15) / 16 * 16;
-
-// From row to row of scores, in halves; free of bank conflicts.
-__host__ __device__ constexpr int pitch_of(int parts) { return parts * PART + 16; }
-
 // What a block of threads has in shared memory.
 struct ItemMemory {
   uint4 *staged;    // until all is scored
   float *masses;    // [SCAN_ROWS, NUM_BINS] afterwards
-  uint32_t *cells;  // [SCAN_ROWS, SMALL_BINS] of masses, [SCAN_ROWS, CODES] of counts
+  uint32_t *cells;  // [SCAN_ROWS, SMALL_BINS] of masses, [SCAN_ROWS, CODES] of counts and then bits of tokens
   ItemNotes *notes;
   __half *scores;  // [SCAN_ROWS, pitch]
   int pitch;
@@ -89,12 +103,12 @@ struct ItemMemory {
     notes = (ItemNotes *)((char *)cells + CELL_BYTES);
     scores = (__half *)((char *)notes + NOTE_BYTES), pitch = pitch_of(plan.segment_parts);
   }
-  static constexpr int bytes_of(int parts) {
-    return STAGED_BYTES + CELL_BYTES + NOTE_BYTES + SCAN_ROWS * pitch_of(parts) * 2;
-  }
+  // Eight scores of a row.
+  __device__ __forceinline__ __half *unit_at(int r, int unit) const { return scores + r * pitch + unit * PIECE; }
+  // Of eight tokens each, which are kept.
+  __device__ __forceinline__ uint8_t *kept() const { return (uint8_t *)(cells + SCAN_ROWS * CODES); }
 };
-constexpr int MAX_ITEM_BYTES = ItemMemory::bytes_of(MAX_PARTS);
-static_assert(ITEM_CTAS * (MAX_ITEM_BYTES + 1024) <= 228 * 1024, "of an sm_90");
+static_assert(SCAN_ROWS * CODES * 4 + MAX_PARTS * PART / PIECE <= CELL_BYTES, "bits of tokens follow counts");
 
 // Which row of the problem row r of an item is.
 __device__ __forceinline__ RowPlace row_of_item(const TopP &p, int item, int r) {
@@ -131,8 +145,9 @@ __device__ __forceinline__ void keep_scores(KeptScores<__half> scores, int count
   if (__hblt2(most, small)) add_small<false>(pair_at, count, units, cells);
 }
 
-// What a lane brings of the parts of a head, one after another: signs of two tokens, which are copied, and factors or
-// biases of four, which it makes floats for all lanes. Signs of tokens follow each other.
+// What a lane brings of the parts of a head, one after another, the next while one is scored: signs of two tokens,
+// which are copied, and factors or biases of four, which it makes floats for all lanes. Signs of tokens follow each
+// other.
 struct PartSource {
   const uint32_t *signs;
   const uint16_t *halves;
@@ -183,21 +198,31 @@ struct FloatScaling {
   __device__ __forceinline__ float2 biases(int i) const { return two(at + WARP / 2, i); }
 };
 
+// By all threads of a block: no masses and no large scores.
+__device__ __forceinline__ void clear_cells(const ItemMemory &m) {
+  for (int i = threadIdx.x; i < CELL_BYTES / 16; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < SCAN_ROWS) m.notes->large[threadIdx.x] = 0;
+  __syncthreads();
+}
+
 // Scores of a segment and the masses of their bins. Signs of tokens follow each other.
 __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &plan, const ItemMemory &m) {
   int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
   SegmentPlace block(plan);
   int part = block.parts * warp / ITEM_WARPS, left = block.parts * (warp + 1) / ITEM_WARPS - part;
-  uint4 *staged = m.staged + warp * WARP_UNITS, *ahead = staged + PART;
-  float4 *floats = (float4 *)(staged + 2 * PART);
+  uint4 *staged = m.staged + warp * WARP_UNITS;
+  float4 *floats = (float4 *)(staged + PART);
   floats[lane] = make_float4(0, 0, 0, 0);
   uint32_t *own = m.cells + c * SMALL_BINS - FIRST_SMALL;
   ScanPlace at(block.item / (int)s.heads, block.item % (int)s.heads, block.first + part * PART);
   PartSource source(s, at, lane);
-  __half *first_to = m.scores + c * m.pitch + 8 * g, *to = first_to + part * PART;
-  auto tokens_left = [&] { return (int)s.tokens - SegmentPlace(plan).first - (int)(to - first_to); };  // rarely needed
+  int to = c * m.pitch + 8 * g + part * PART;
+  auto tokens_left = [&] {  // rarely needed
+    return (int)s.tokens - SegmentPlace(plan).first - (to - (lane_id() & 3) * m.pitch - 8 * (lane_id() >> 2));
+  };
   if (left > 0) source.bring(staged, tokens_left(), lane);
   close_copies();
+  clear_cells(m);  // while the first copies are under way
   ScanQueries<__half> queries(s, at, lane);
   bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());
@@ -207,24 +232,24 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
 #pragma unroll 1
   for (; left > 0; left--) {
     source.store(floats, s, lane);
+    wait_copy_groups<0>();
+    __syncwarp();
+    SignWords words(staged, slot);
+    __syncwarp();  // before the copies of the next part
     if (left > 1) {
       source.step();
       if (left > plain)
-        source.bring_all(ahead);
+        source.bring_all(staged);
       else
-        source.bring(ahead, tokens_left() - PART, lane);
+        source.bring(staged, tokens_left() - PART, lane);
     }
     close_copies();
-    wait_copy_groups<1>();
-    __syncwarp();
     KeptScores<__half> scores;
-    score_part(scores, queries, s, staged, slot, FloatScaling{floats + 2 * g});
+    score_words(scores, queries, s, words, FloatScaling{floats + 2 * g});
     int there = left > 1 ? PIECE : tokens_left() - 8 * g;
-    if (used) keep_scores(scores, there, to, units, own, most);
+    if (used) keep_scores(scores, there, m.scores + to, units, own, most);
     to += PART;
-    uint4 *free = staged;
-    staged = ahead, ahead = free;
-    __syncwarp();  // before the copies of the part after the next
+    __syncwarp();  // before the floats of the next part
   }
   if (!__hblt2(most, __float2half2_rn(SMALL_SCORE))) m.notes->large[c] = 1;
 }

@@ -12,7 +12,7 @@ template <class To>
 __device__ __forceinline__ void add_cells(To *to, const uint32_t *cells, int count) {
   for (int i = threadIdx.x; i < count; i += ITEM_THREADS) {
     uint32_t cell = cells[i];
-    if (cell) atomicAdd(&to[i], (To)cell);
+    if (cell) add_to(&to[i], (To)cell);
   }
 }
 
@@ -75,10 +75,10 @@ __device__ __forceinline__ float mass_of(Mass sum, float peak, float base, float
   return sum ? (float)sum * (1 / unit) * fast_exp2((peak - base) * LOG2_E) : 0;
 }
 
-// The masses of the item's rows, on their way to shared memory; a row is that of two warps.
+// The masses of the item's rows, on their way to shared memory; a row is that of some warps.
 struct MassLoads {
-  static constexpr int THREADS = 2 * WARP, STEPS = (SMALL_BINS + THREADS - 1) / THREADS;
-  static_assert(ITEM_THREADS == SCAN_ROWS * THREADS, "two warps a row");
+  static constexpr int THREADS = ITEM_THREADS / SCAN_ROWS, STEPS = (SMALL_BINS + THREADS - 1) / THREADS;
+  static_assert(ITEM_WARPS % SCAN_ROWS == 0, "whole warps a row");
   Mass sums[STEPS];  // of small scores
 
   __device__ __forceinline__ MassLoads(const ItemPlan &plan, int item) {
@@ -144,11 +144,10 @@ __device__ __forceinline__ RowCut cut_of(const float *masses, const RowBins &bin
   return cut;
 }
 
-// Adds this block's masses to the item's and finds the cuts of its rows. One meeting or three, the number of which is
-// returned.
-__device__ __forceinline__ int find_cuts(const TopP &p, const ItemPlan &plan, const ItemMemory &m, int rows) {
+// Adds this block's masses to the item's and finds the cuts of its rows. One meeting or three.
+__device__ __forceinline__ void find_cuts(const TopP &p, const ItemPlan &plan, const ItemMemory &m, int rows) {
   SegmentPlace at(plan);
-  int t = threadIdx.x, warp = warp_id(), meetings = 1;
+  int t = threadIdx.x, warp = warp_id();
   float exact = 0;
   if (t < rows) {
     RowPlace row = row_of_item(p, at.item, t);
@@ -162,9 +161,9 @@ __device__ __forceinline__ int find_cuts(const TopP &p, const ItemPlan &plan, co
   meet_blocks(&plan.arrived[at.item], (uint32_t)plan.segments);
   uint32_t large = fresh(&plan.large[at.item]);
   MassLoads loads(plan, at.item);
-  if (large) add_large(plan, m, large), meetings = 3;
-  static_assert(ITEM_THREADS == SCAN_ROWS * CODES, "a thread has one count");
-  m.cells[t] = 0;  // for the counts of codes
+  if (large) add_large(plan, m, large);
+  static_assert(ITEM_THREADS >= SCAN_ROWS * CODES, "a thread has one count");
+  if (t < SCAN_ROWS * CODES) m.cells[t] = 0;
   loads.store(plan, m, at.item, rows, large);
   __syncthreads();
   if (warp < rows) {
@@ -173,7 +172,6 @@ __device__ __forceinline__ int find_cuts(const TopP &p, const ItemPlan &plan, co
     if (lane_id() == 0) m.notes->cuts[warp] = cut;
   }
   __syncthreads();
-  return meetings;
 }
 
 }  // namespace cuda

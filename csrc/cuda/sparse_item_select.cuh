@@ -1,5 +1,7 @@
-// sign_top_p_select in one launch, last part: scores of the bin of the cut are counted code by code, and each block
-// writes the tokens that it selects behind those of the segments before.
+// sign_top_p_select in one launch, last part: scores are looked at once, for those that are surely kept and those in
+// the bin of the cut, which are counted code by code; and each block writes the tokens that it selects behind those of
+// the segments before. Counts and numbers of tokens are told by words that are not 0 once they are there, which takes
+// half as long as a meeting.
 #pragma once
 
 #include "sparse_item_cut.cuh"
@@ -7,100 +9,174 @@
 namespace kvq {
 namespace cuda {
 
+constexpr int CLEAR_THREADS = 256;
+
 // Clears what the blocks of items add to. The kernel after it may read what those ahead of this one wrote before its
 // own wait, as this one lets it begin when they have ended; but not what this one writes.
-__global__ void __launch_bounds__(ITEM_THREADS) clear_items(uint4 *to, int units) {
+__global__ void __launch_bounds__(CLEAR_THREADS) clear_items(uint4 *to, int units) {
   wait_for_kernels_ahead(), let_next_kernel_begin();
-  for (int i = blockIdx.x * ITEM_THREADS + threadIdx.x; i < units; i += (int)gridDim.x * ITEM_THREADS)
+  for (int i = blockIdx.x * CLEAR_THREADS + threadIdx.x; i < units; i += (int)gridDim.x * CLEAR_THREADS)
     to[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Eight scores of a row.
-__device__ __forceinline__ uint4 scores_of(const ItemMemory &m, int r, int unit) {
-  return *(const uint4 *)(m.scores + r * m.pitch + unit * PIECE);
+// Units of eight tokens of a thread, and words of 32.
+constexpr int UNIT_STEPS = (MAX_PARTS * PART / PIECE + ITEM_THREADS - 1) / ITEM_THREADS,
+              ITEM_WORDS = (MAX_PARTS * PART / 32 + ITEM_THREADS - 1) / ITEM_THREADS;
+
+__device__ __forceinline__ uint32_t code_of(__half score) {
+  int bits = (short)__half_as_ushort(score);  // never -0
+  return (uint32_t)(bits ^ bits >> 15) % CODES;
 }
 
-// Counts the codes of row r that lie in the bin of the cut: few, so that a thread looks for all of its own first.
-__device__ __forceinline__ void count_codes(const ItemMemory &m, int parts, int r) {
-  constexpr int STEPS = (MAX_PARTS * PART / PIECE + ITEM_THREADS - 1) / ITEM_THREADS;
-  static_assert(STEPS * PIECE <= 32, "a bit each");
-  const RowCut cut = m.notes->cuts[r];
-  int bin = cut.edge < cut.sure ? bin_of(cut.edge) : NUM_BINS - 1;  // the last has no numbers
-  uint32_t code = (uint32_t)bin << BIN_SHIFT, same = code & 0x8000 ? code ^ 0x8000 : ~code & 0xffc0,
-           turn = code & 0x8000 ? 0 : CODES - 1,  // negative scores are in the opposite order
-      pair_of_bins = same * 0x10001u, *cells = m.cells + r * CODES, found = 0;
+// What a thread knows of its units.
+struct UnitMarks {
+  uint32_t of[UNIT_STEPS];  // a byte a row: scores in doubt, those of the bin of the cut of tokens that may not be kept
+
+  // Uses every unit of this thread; lanes go on together.
+  template <class Use>
+  static __device__ __forceinline__ void each_unit(int parts, Use use) {
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) {
-    int unit = threadIdx.x + step * ITEM_THREADS;
-    if (unit >= parts * (PART / PIECE)) break;
-    uint4 scores = scores_of(m, r, unit);
-    const uint32_t pairs[PIECE / 2] = {scores.x, scores.y, scores.z, scores.w};
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < PIECE / 2; i++) {
-      uint32_t bins = pairs[i] & ~REST_OF_BIN;
-      bits |= __heq2_mask(*(const __half2 *)&bins, *(const __half2 *)&pair_of_bins) & 0x20001u << (2 * i);
+    for (int step = 0; step < UNIT_STEPS; step++) {
+      int unit = threadIdx.x + step * ITEM_THREADS;
+      if (unit < parts * (PART / PIECE)) use(unit, step);
+      __syncwarp();
     }
-    found |= ((bits | bits >> 16) & 0xff) << (step * PIECE);
   }
-  for (; found; found &= found - 1) {
-    int i = __ffs((int)found) - 1, unit = threadIdx.x + i / PIECE * ITEM_THREADS;
-    uint32_t at = __half_as_ushort(m.scores[r * m.pitch + unit * PIECE + i % PIECE]) ^ same ^ turn;
-    if (at < CODES) atomicAdd(&cells[at], 1u);  // not if it is a small number of the other sign
+  // Uses row, token and score of every score in doubt.
+  template <class Use>
+  static __device__ __forceinline__ void each(const ItemMemory &m, uint32_t doubt, int unit, Use use) {
+    for (; doubt; doubt &= doubt - 1) {
+      int i = __ffs((int)doubt) - 1, r = i / PIECE, token = i % PIECE;
+      use(r, token, m.unit_at(r, unit)[token]);
+    }
   }
-}
+  // Keeps what needs no counting, and counts the codes of scores in doubt.
+  __device__ __forceinline__ UnitMarks(const ItemMemory &m, int parts, int rows) {
+    float sure[SCAN_ROWS], edge[SCAN_ROWS];
+#pragma unroll
+    for (int r = 0; r < SCAN_ROWS; r++) {
+      bool used = r < rows;
+      sure[r] = used ? m.notes->cuts[r].sure : INFINITY, edge[r] = used ? m.notes->cuts[r].edge : INFINITY;
+    }
+    uint32_t keep[UNIT_STEPS];
+#pragma unroll
+    for (int step = 0; step < UNIT_STEPS; step++) of[step] = keep[step] = 0;
+    each_unit(parts, [&](int unit, int step) {
+#pragma unroll
+      for (int r = 0; r < SCAN_ROWS; r++) {
+        if (r >= rows) break;
+        __align__(16) Piece<__half> piece;
+        piece.template load_units<uint4>(m.unit_at(r, unit));
+        PieceMarks marks(piece, sure[r], edge[r], PIECE);
+        keep[step] |= marks.keep, of[step] |= marks.doubt << (PIECE * r);
+      }
+    });
+    each_unit(parts, [&](int unit, int step) {
+      m.kept()[unit] = (uint8_t)keep[step];
+      each(m, of[step], unit, [&](int r, int, __half x) { atomicAdd(&m.cells[r * CODES + code_of(x)], 1u); });
+      of[step] &= ~(keep[step] * 0x01010101u);
+    });
+  }
+  // Keeps those from notes->least on.
+  __device__ __forceinline__ void settle(const ItemMemory &m, int parts) const {
+    each_unit(parts, [&](int unit, int step) {
+      uint32_t keep = 0;
+      each(m, of[step], unit,
+           [&](int r, int token, __half x) { keep |= (uint32_t)(__half2float(x) >= m.notes->least[r]) << token; });
+      if (keep) m.kept()[unit] |= (uint8_t)keep;
+    });
+  }
+};
+
+// By a warp: how many scores of a row have each code of the bin of the cut, in the whole item. Lane i has the codes
+// that are 2 i and 2 i + 1 below the last. A word of both says that it is there by not being 0, so that nothing else is
+// to be waited for.
+struct CodeCounts {
+  static constexpr int AT_A_TIME = 8;
+  static constexpr uint32_t ONES = 0x10001;
+  static_assert(MAX_PARTS * PART < 0xffff, "two counts a word");
+  uint32_t lower, upper;
+
+  __device__ __forceinline__ CodeCounts(const ItemPlan &plan, const SegmentPlace &at, const ItemMemory &m, int r) {
+    int lane = lane_id();
+    uint2 own = *(const uint2 *)(m.cells + (r + 1) * CODES - 2 - 2 * lane);
+    lower = own.x, upper = own.y;
+    if (plan.segments == 1) return;
+    uint32_t *counts = plan.counts + ((int64_t)at.item * plan.segments * SCAN_ROWS + r) * WARP + lane;
+    add_to(&counts[at.segment * SCAN_ROWS * WARP], (lower | upper << 16) + ONES);
+    lower = upper = 0;
+    for (int first = 0; first < plan.segments; first += AT_A_TIME) {
+      uint32_t words[AT_A_TIME];
+      int count = min(plan.segments - first, AT_A_TIME);
+      await_words(words, counts + first * SCAN_ROWS * WARP, SCAN_ROWS * WARP, count);
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; i++) {
+        if (i >= count) break;
+        lower += (words[i] - ONES) & 0xffff, upper += (words[i] - ONES) >> 16;
+      }
+    }
+  }
+};
 
 // Scores from notes->least[r] on are kept: of the bin of the cut, as many as are needed in the whole item.
-__device__ __forceinline__ void settle(const ItemPlan &plan, const ItemMemory &m, int rows, int meetings) {
-  SegmentPlace at(plan);
+__device__ __forceinline__ void find_least(const ItemPlan &plan, const ItemMemory &m, int rows) {
   int warp = warp_id();
-  uint32_t *counts = plan.counts + at.item * SCAN_ROWS * CODES;
-  for (int r = 0; r < rows; r++) count_codes(m, at.parts, r);
-  __syncthreads();
-  add_cells(counts, m.cells, rows * CODES);
-  meet_blocks(&plan.arrived[at.item], (uint32_t)((meetings + 1) * plan.segments));
+  __syncthreads();  // all codes of this block are counted
   if (warp < rows) {
     RowCut cut = m.notes->cuts[warp];
     float least = cut.sure;
-    if (cut.edge < cut.sure) least = least_kept(cut, [&](int code) { return fresh(&counts[warp * CODES + code]); });
+    if (cut.edge < cut.sure) {
+      CodeCounts counts(plan, SegmentPlace(plan), m, warp);
+      least = least_kept(cut, [&](int code) { return code % 2 ? counts.upper : counts.lower; });
+    }
     if (lane_id() == 0) m.notes->least[warp] = least;
   }
   __syncthreads();
 }
 
-// The word of the selection that is this thread's, of 32 tokens of the segment.
-__device__ __forceinline__ uint32_t selected_word(const ItemMemory &m, int parts, int rows) {
-  uint8_t *bytes = (uint8_t *)m.cells;
-  __half2 least[SCAN_ROWS];
+// What this thread has of a segment's selection, words that follow each other, and how many tokens are before them.
+struct SelectedWords {
+  uint32_t words[ITEM_WORDS];
+  int before, all;  // within the segment; of the segment
+
+  static __device__ __forceinline__ int first() { return (int)threadIdx.x * ITEM_WORDS; }
+  __device__ __forceinline__ SelectedWords(const ItemMemory &m, int parts) {
+    const uint32_t *kept = (const uint32_t *)m.kept();
+    int lane = lane_id(), warp = warp_id(), own = 0;
 #pragma unroll
-  for (int r = 0; r < SCAN_ROWS; r++)
-    least[r] = __float2half2_rn(r < rows ? fmaxf(m.notes->least[r], -65504) : INFINITY);
-  for (int unit = threadIdx.x; unit < parts * (PART / PIECE); unit += ITEM_THREADS) {
-    uint32_t kept[PIECE / 2] = {};
-#pragma unroll
-    for (int r = 0; r < SCAN_ROWS; r++) {
-      if (r >= rows) break;
-      uint4 scores = scores_of(m, r, unit);
-      const uint32_t pairs[PIECE / 2] = {scores.x, scores.y, scores.z, scores.w};
-#pragma unroll
-      for (int i = 0; i < PIECE / 2; i++) kept[i] |= __hgeu2_mask(*(const __half2 *)&pairs[i], least[r]);
+    for (int i = 0; i < ITEM_WORDS; i++) {
+      words[i] = first() + i < parts * (PART / 32) ? kept[first() + i] : 0;
+      own += __popc(words[i]);
     }
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < PIECE / 2; i++) bits |= kept[i] & 0x20001u << (2 * i);
-    bytes[unit] = (uint8_t)(bits | bits >> 16);
+    int until = own;
+    for (int step = 1; step < WARP; step *= 2) {
+      int other = __shfl_up_sync(ALL_LANES, until, step);
+      if (lane >= step) until += other;
+    }
+    if (lane == WARP - 1) m.notes->sums[warp] = until;
+    __syncthreads();
+    int sum = lane < ITEM_WARPS ? m.notes->sums[lane] : 0;
+    before = until - own + __reduce_add_sync(ALL_LANES, lane < warp ? sum : 0);
+    all = __reduce_add_sync(ALL_LANES, sum);
   }
-  __syncthreads();
-  return (int)threadIdx.x < parts * (PART / 32) ? m.cells[threadIdx.x] : 0;
+};
+
+// By a warp: tokens selected in the first `count` segments of an item, once they are known.
+__device__ __forceinline__ int selected_in(const uint32_t *ready, int count) {
+  int sum = 0;
+  for (int i = lane_id(); i < count; i += WARP) sum += (int)awaited(&ready[i]) - 1;
+  return __reduce_add_sync(ALL_LANES, sum);
 }
 
 // For `cap`, where a selection has no room: the words, scores and cuts of this block's segment.
 __device__ inline void save_segment(const TopP &p, const ItemPlan &plan, const ItemMemory &m, const Marks &marks,
-                                    RowCut *cuts, uint32_t word, int rows) {
+                                    RowCut *cuts, const SelectedWords &selected, int rows) {
   SegmentPlace at(plan);
-  int w = at.first / 32 + (int)threadIdx.x, count = min(at.parts * PART, (int)p.columns - at.first);
-  if ((int)threadIdx.x < at.parts * (PART / 32) && w < marks.words)
-    marks.kept[(int64_t)at.item * marks.words + w] = word;
+  int count = min(at.parts * PART, (int)p.columns - at.first), first = at.first / 32 + selected.first(),
+      last = min(at.first / 32 + at.parts * (PART / 32), marks.words);
+#pragma unroll
+  for (int i = 0; i < ITEM_WORDS; i++)
+    if (first + i < last) marks.kept[(int64_t)at.item * marks.words + first + i] = selected.words[i];
   for (int r = 0; r < rows; r++) {
     RowPlace row = row_of_item(p, at.item, r);
     __half *to = (__half *)ScoreRow(p, row).scores + at.first;
@@ -116,26 +192,27 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   extern __shared__ uint4 memory[];
   ItemMemory m(memory, plan);
   int t = threadIdx.x, rows = (int)(s.group * s.queries);
-  for (int i = t; i < SCAN_ROWS * SMALL_BINS / 4; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
-  if (t < SCAN_ROWS) m.notes->large[t] = 0;
-  __syncthreads();
   scan_segment(s, plan, m);
   wait_for_kernels_ahead(), let_next_kernel_begin();  // only now, see clear_items
   __syncthreads();
-  int meetings = find_cuts(p, plan, m, rows);
-  settle(plan, m, rows, meetings);
+  find_cuts(p, plan, m, rows);
   SegmentPlace at(plan);
-  uint32_t word = selected_word(m, at.parts, rows), *ready = plan.ready + (int64_t)at.item * plan.segments;
-  int until = running_sum<ITEM_THREADS>(__popc(word), m.notes->sums), before = 0;
-  if (t == ITEM_THREADS - 1) atomicAdd(&ready[at.segment], (uint32_t)until + 1);
-  if (t < at.segment) before = (int)awaited(&ready[t]) - 1;
-  until += block_sum<ITEM_THREADS>(before, m.notes->sums);
-  write_columns(p, at.item, word, at.first / 32 + t, until - __popc(word));
-  if (at.segment == plan.segments - 1 && t == ITEM_THREADS - 1) count_of(p, at.item) = until;
+  UnitMarks unit_marks(m, at.parts, rows);
+  find_least(plan, m, rows);
+  unit_marks.settle(m, at.parts);
+  __syncthreads();
+  SelectedWords selected(m, at.parts);
+  uint32_t *ready = plan.ready + (int64_t)at.item * plan.segments;
+  if (t == 0) add_to(&ready[at.segment], (uint32_t)selected.all + 1);
+  int before = selected_in(ready, at.segment), place = before + selected.before;
+#pragma unroll
+  for (int i = 0; i < ITEM_WORDS; i++) {
+    write_columns(p, at.item, selected.words[i], at.first / 32 + selected.first() + i, place);
+    place += __popc(selected.words[i]);
+  }
+  if (at.segment == plan.segments - 1 && t == 0) count_of(p, at.item) = before + selected.all;
   if (p.selection.capacity >= p.columns) return;
-  int all = t < plan.segments ? (int)awaited(&ready[t]) - 1 : 0;
-  if (block_sum<ITEM_THREADS>(all, m.notes->sums) > p.selection.capacity)
-    save_segment(p, plan, m, marks, cuts, word, rows);
+  if (selected_in(ready, plan.segments) > p.selection.capacity) save_segment(p, plan, m, marks, cuts, selected, rows);
 }
 
 }  // namespace cuda

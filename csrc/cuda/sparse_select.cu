@@ -67,13 +67,12 @@ int scan_segments(const SignScan &s, const TopP &p, int num_multiprocessors) {
   return segments <= MAX_SEGMENTS ? segments : 0;
 }
 
-// Blocks of scan_select that the current device can hold at once.
-int item_blocks(int num_multiprocessors) {
-  constexpr int RESERVED_BYTES = 1024;  // a block
-  int device = 0, bytes = 0;
-  cudaGetDevice(&device), cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  int blocks = bytes / (MAX_ITEM_BYTES + RESERVED_BYTES);
-  return num_multiprocessors * (blocks < ITEM_CTAS ? blocks : ITEM_CTAS);
+ItemRoom item_room(int num_multiprocessors) {
+  int device = 0, most = 0, all = 0;
+  cudaGetDevice(&device), cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  int parts = item_parts(most, all);
+  return {num_multiprocessors * ITEM_CTAS, parts < MAX_PARTS ? parts : MAX_PARTS};
 }
 
 // Scan and selection in one launch, of what scan_select takes.
@@ -87,10 +86,10 @@ struct ItemCall {
   static bool takes(const SignScan &s, const TopP &p, int num_multiprocessors) {
     return in_words(s) && s.index.sign_stride[2] == 4 && s.out.dtype == FLOAT16 && !p.mask.data &&
            s.group * s.queries <= SCAN_ROWS && p.selection.selections == s.heads &&
-           ItemPlan(s, item_blocks(num_multiprocessors)).fits();
+           ItemPlan(s, item_room(num_multiprocessors)).fits();
   }
   ItemCall(const SignScan &s, const TopP &p, int num_multiprocessors, char *scratch)
-      : plan(s, item_blocks(num_multiprocessors)), marks{}, cleared(scratch), bytes(0) {
+      : plan(s, item_room(num_multiprocessors)), marks{}, cleared(scratch), bytes(0) {
     int64_t items = plan.items;
     auto take = [&](int64_t count, int64_t size) {
       char *at = scratch + bytes;
@@ -98,7 +97,8 @@ struct ItemCall {
       return at;
     };
     plan.masses = (Mass *)take(items * SCAN_ROWS * SMALL_BINS, sizeof(Mass));
-    plan.counts = (uint32_t *)take(items * SCAN_ROWS * CODES, 4), plan.tops = (uint32_t *)take(items * SCAN_ROWS, 4);
+    plan.counts = (uint32_t *)take(items * plan.segments * SCAN_ROWS * WARP, 4),
+    plan.tops = (uint32_t *)take(items * SCAN_ROWS, 4);
     plan.large = (uint32_t *)take(items, 4), plan.arrived = (uint32_t *)take(items, 4);
     plan.ready = (uint32_t *)take(items * plan.segments, 4), cleared_bytes = bytes;
     plan.large_masses = (Mass *)take(items * SCAN_ROWS * NUM_BINS, sizeof(Mass));
@@ -106,11 +106,11 @@ struct ItemCall {
     marks.words = (int)ceil_div(p.columns, 32), marks.kept = (uint32_t *)take(items * marks.words, 4);
   }
   void launch(const SignScan &s, const TopP &p, int num_multiprocessors, cudaStream_t stream) const {
-    int64_t units = cleared_bytes / (int64_t)sizeof(uint4), blocks = ceil_div(units, ITEM_THREADS);
+    int64_t units = cleared_bytes / (int64_t)sizeof(uint4), blocks = ceil_div(units, CLEAR_THREADS);
     launch_behind(clear_items, dim3((unsigned)(blocks < num_multiprocessors ? blocks : num_multiprocessors)),
-                  ITEM_THREADS, 0, stream, (uint4 *)cleared, (int)units);
+                  CLEAR_THREADS, 0, stream, (uint4 *)cleared, (int)units);
     launch_behind(scan_select, dim3((unsigned)(plan.items * plan.segments)), ITEM_THREADS,
-                  ItemMemory::bytes_of(plan.segment_parts), stream, s, p, plan, cuts, marks);
+                  item_bytes(plan.segment_parts), stream, s, p, plan, cuts, marks);
     if (p.selection.capacity < p.columns)
       launch_behind(cap, dim3((unsigned)plan.items), CAP_THREADS, 0, stream, p, cuts, marks);
   }

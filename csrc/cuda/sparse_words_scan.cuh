@@ -115,17 +115,38 @@ struct HalfScaling {
 // Where a lane begins to load signs of 64 tokens.
 __device__ __forceinline__ int first_slot(int lane) { return slot_of(8 * (lane & 7) + (lane >> 3)); }
 
-// Scores of 64 tokens at `signs` in shared memory, `slot` the lane's first one, to scores.put(i, of token 2 i, of token
-// 2 i + 1 of this lane).
-template <class Scores, class Queries, class Scaling>
-__device__ __forceinline__ void score_part(Scores &scores, const Queries &q, const SignScan &s, const uint4 *signs,
-                                           int slot, const Scaling &scaling) {
+// Signs of 64 tokens in shared memory, loaded as they are needed; `slot` is the lane's first one.
+struct SharedSigns {
+  const uint4 *signs;
+  int slot;
+  // Those of tokens 2 i and more of each eight.
+  __device__ __forceinline__ void load(uint32_t (&words)[4], int i) const {
+    load_straight(words, signs + (slot ^ 2 * i));
+  }
+};
+
+// The same in registers.
+struct SignWords {
+  uint32_t words[2][4];
+  __device__ __forceinline__ SignWords(const uint4 *signs, int slot) {
+    load_straight(words[0], signs + slot), load_straight(words[1], signs + (slot ^ 4));
+  }
+  __device__ __forceinline__ void load(uint32_t (&to)[4], int i) const {
+#pragma unroll
+    for (int j = 0; j < 4; j++) to[j] = words[i / 2][j];
+  }
+};
+
+// Scores of 64 tokens to scores.put(i, of token 2 i, of token 2 i + 1 of this lane).
+template <class Scores, class Queries, class Signs, class Scaling>
+__device__ __forceinline__ void score_words(Scores &scores, const Queries &q, const SignScan &s, const Signs &signs,
+                                            const Scaling &scaling) {
   const int none[4] = {}, bits[4] = {INTEGER, INTEGER, INTEGER, INTEGER};
   const float dim = (float)s.dim + 2 * ZERO;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     uint32_t words[4];
-    load_straight(words, signs + (slot ^ 2 * i));  // tokens 2 i and more of each eight
+    signs.load(words, i);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       int low[4], high[4], ones[4];
@@ -145,6 +166,12 @@ __device__ __forceinline__ void score_part(Scores &scores, const Queries &q, con
       scores.put(i + j, y[0], y[1]);
     }
   }
+}
+
+template <class Scores, class Queries, class Scaling>
+__device__ __forceinline__ void score_part(Scores &scores, const Queries &q, const SignScan &s, const uint4 *signs,
+                                           int slot, const Scaling &scaling) {
+  score_words(scores, q, s, SharedSigns{signs, slot}, scaling);
 }
 
 inline bool in_words(const SignScan &s) {

@@ -13,7 +13,7 @@ class Call {
  public:
   Call(const char *, const Tensor &) {}
   cudaStream_t stream() const { return nullptr; }
-  int num_multiprocessors() const { return 132; }
+  int num_multiprocessors() const { return emulated::num_multiprocessors(); }
   char *scratch(int64_t bytes) {
     memory_.assign(bytes + FENCE + 256, (char)0xff);
     size_ = bytes;

@@ -196,6 +196,11 @@ void meet_first(size_t count) {
   leave();
 }
 
+int num_multiprocessors() {
+  const char *number = getenv("KVQ_EMULATE_MULTIPROCESSORS");
+  return number ? atoi(number) : 132;
+}
+
 void let_others_run() {
   waits_for_others = true;
   leave();
@@ -269,7 +274,7 @@ void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function
 
 }  // namespace emulated
 
-// What the host code of the library asks the CUDA runtime, answered as an H200 would.
+// What the host code of the library asks the CUDA runtime, answered as an H200 would, or a smaller GPU.
 extern "C" {
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int value) {
   return value <= 227 * 1024 ? cudaSuccess : cudaErrorInvalidValue;
@@ -279,8 +284,8 @@ cudaError_t cudaGetDevice(int *device) {
   return *device = number ? atoi(number) : 0, cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount               ? 132
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
+  *value = attribute == cudaDevAttrMultiProcessorCount               ? emulated::num_multiprocessors()
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin    ? 227 * 1024
            : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 * 1024
                                                                      : 0;
   return cudaSuccess;

@@ -68,6 +68,7 @@ void meet_warp(const char *instruction, void *operand, const Compute &compute) {
 }
 void meet_block(const char *instruction, void *operand, const std::function<void(const std::vector<Thread *> &)> &compute);
 void meet_first(size_t count);  // waits until so many threads of the block are here
+int num_multiprocessors();  // 132 if nothing else is asked for
 void let_others_run();  // waits for what another block does
 // Clusters of blocks live at the same time.
 void run_grid(dim3 grid, dim3 threads, int64_t shared_bytes, const std::function<void()> &kernel,

@@ -12,6 +12,11 @@ T fresh(const T *x) {
   return *x;
 }
 
+template <class T>
+void add_to(T *to, T x) {
+  atomicAdd(to, x);
+}
+
 inline void meet_blocks(uint32_t *arrived, uint32_t all) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -24,6 +29,11 @@ inline void meet_blocks(uint32_t *arrived, uint32_t all) {
 inline uint32_t awaited(const uint32_t *x) {
   while (!*x) emulated::let_others_run();
   return *x;
+}
+
+template <int N>
+void await_words(uint32_t (&words)[N], const uint32_t *from, int stride, int count) {
+  for (int i = 0; i < count; i++) words[i] = awaited(from + i * stride);
 }
 
 inline void mma_bits(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, const int (&c)[4]) {
