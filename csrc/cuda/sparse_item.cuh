@@ -29,6 +29,7 @@ constexpr int AT_ONCE = 4;  // streams that may run this kernel at the same time
 
 struct ItemPlan {
   int parts, segment_parts, segments, items, slots;
+  bool codes_ahead;    // the kernel ahead codes the queries: nothing is scored before it has ended
   Mass *masses;        // [items, SCAN_ROWS, SMALL_BINS], relative to the peaks of bins and times 1 / unit
   Mass *large_masses;  // [items, SCAN_ROWS, NUM_BINS] of rows with larger scores, relative to no more than the largest
   uint32_t *counts;    // [items, SCAN_ROWS, CODES]: scores of each code of the bin of the cut
@@ -39,7 +40,7 @@ struct ItemPlan {
 
   // `blocks` of threads fit on the device.
   ItemPlan(const SignScan &s, int blocks) : slots(blocks) {
-    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads);
+    codes_ahead = false, parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads);
     int64_t most = slots / AT_ONCE, at_once = slots / items < most ? slots / items : most;
     int64_t wanted = ceil_div(parts, at_once > 0 ? at_once : 1);
     segment_parts = (int)(wanted > ITEM_WARPS ? wanted : ITEM_WARPS);
@@ -198,6 +199,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   auto tokens_left = [&] { return (int)s.tokens - SegmentPlace(plan).first - (int)(to - first_to); };  // rarely needed
   if (left > 0) source.bring(staged, tokens_left(), lane);
   close_copies();
+  if (plan.codes_ahead) wait_for_kernels_ahead();
   ScanQueries<__half> queries(s, at, lane);
   bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());

@@ -8,7 +8,8 @@ namespace kvq {
 namespace cuda {
 
 // Clears what the blocks of items add to. The kernel after it may read what those ahead of this one wrote before its
-// own wait, as this one lets it begin when they have ended; but not what this one writes.
+// own wait, as this one lets it begin when they have ended; but not what this one writes. The same holds of
+// sparse_near.
 __global__ void __launch_bounds__(ITEM_THREADS) clear_items(uint4 *to, int units) {
   wait_for_kernels_ahead(), let_next_kernel_begin();
   for (int i = blockIdx.x * ITEM_THREADS + threadIdx.x; i < units; i += (int)gridDim.x * ITEM_THREADS)
