@@ -190,6 +190,28 @@ def test_nothing_to_select_from_or_to_ask(empty, kernels):
         check_same(ours, theirs)
 
 
+WRONG = {
+    "exact_keys must have the shape": ("exact_keys", lambda x: x[..., :64]),
+    "sink_logits must have the shape": ("sink_logits", lambda x: torch.ones(3)),
+    "signs must": ("signs", lambda x: x[:, :4]),
+    "factor must have a capacity of at least 700": ("factor", lambda x: x[:, :, :699]),
+    "top_p must be at least 0": ("top_p", lambda x: -1.0),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_all_is_checked_before_anything_is_written(message, kernels):
+    if not is_native(kernels):
+        pytest.skip("Triton's parts check their own arguments")
+    name, change = WRONG[message]
+    arguments = of_case(CASE, edit=lambda named: named.__setitem__(name, change(named[name])))
+    outputs, _ = room_for(CASE, arguments[0])
+    before = [x.clone() for x in outputs]
+    with pytest.raises(RuntimeError, match=f"{message}.*, got "):
+        kernels.attend_top_p_select(*arguments, *outputs)
+    torch.testing.assert_close(outputs, before, rtol=0, atol=0, equal_nan=True)
+
+
 @on_gpu
 def test_opcheck():
     arguments = of_case(CASE)

@@ -1,6 +1,6 @@
 """Operators that are several others in one, by those: what answers on devices without a kernel for it all.
 
-What the first of them does not check itself is checked before it writes.
+What the first of them does not check itself is checked before it writes, unless it writes what is of no use by itself.
 """
 
 import torch
@@ -40,12 +40,9 @@ def attend_top_p_select(
     query_centre, centre, balance, signs, blocks, matrix, sign, factor, bias,
     scale, top_p, out, lse, planes, terms, scores, indices, count, parts=_ops,
 ) -> None:  # fmt: skip
-    """``parts`` has the other operators by name."""
+    """``parts`` has the other operators by name. Each checks its arguments: nothing is lost by what those before it wrote."""
     near = q, keys, values, exact_keys, exact_values, None, sink_logits, 0, 0, 0, scale, 0.0, out, lse
     scan = planes, terms, sign, factor, bias, q.shape[-1], scale, 0
-    problems.attend(*near)
-    problems.sign_scores(*scan, scores)
-    problems.top_p_select(scores, lse, None, None, top_p, indices, count)
     parts.quantise_query(q, query_centre, centre, balance, signs, blocks, matrix, scale, planes, terms)
     parts.attend(*near)
     parts.sign_top_p_select(*scan, lse, top_p, scores, indices, count)
