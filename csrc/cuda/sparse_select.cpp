@@ -22,7 +22,7 @@ void check_scan(const SignScan &s, const Tensor &sign) {
 // Whether there is anything to select from; clears the count if there is not.
 bool has_scores(const TopP &p, const Tensor &count) {
   bool some = p.batch * p.query_heads * p.queries * p.columns > 0;
-  if (!some && p.batch * p.selection.selections) torch::stable::zero_(const_cast<Tensor &>(count));
+  if (!some && p.batch * p.selection.selections > 0) torch::stable::zero_(const_cast<Tensor &>(count));
   return some;
 }
 
