@@ -1,8 +1,9 @@
 """Attention of one decode step over selected tokens against dense attention:
 ``python benchmarks/attend_sparse.py --threads 2 --json attend_sparse.json``.
 
-The whole step is measured: the query's code, attention over sinks and window, the scan of the 1-bit index with the selection,
-attention over the selected tokens with the merge of both; and each of these parts alone. ``sparse`` selects from exact 16-bit
+The whole step is measured: the query's code, attention over sinks and window and the scan of the 1-bit index with the selection
+in one operator, attention over the selected tokens with the merge of both in another; and each of these parts alone, the scan
+with the selection, too. ``sparse`` selects from exact 16-bit
 keys and values, ``sparse packed`` from a store packed along ``D`` whose sign plane is the index, ``packed`` attends to all
 tokens of a packed store. Queries are bfloat16. Keys and queries are random, so that heads of a group agree on few tokens;
 top_p is found, before anything is timed, such that ``--share`` of the tokens are selected. Dense sides, rounds, graphs and
@@ -30,7 +31,8 @@ CPU_SHAPES = [(1, 32, 8, 128, tokens) for tokens in (4096, 32768)]
 GPU_SHAPES = [(b, 32, 8, 128, tokens) for b, tokens in ((8, 32768), (8, 131072), (1, 32768), (1, 131072))]
 SCORES_SHAPES = [(1, query_heads, 8, 128, 16384) for query_heads in (8, 32)]  # the paper's has a query head a kv head
 EXACT, NUM_SINKS = 132, 4
-PARTS = ("quantise", "window attention", "scan and select", "attend and merge")
+PARTS = ("query, window, scan and select", "attend and merge")
+ALONE = ("scan and select",)  # of the first part
 SIDES = ("sparse", "sparse packed")
 INDEX_BYTES = 4  # factor and bias of a token
 
@@ -71,9 +73,10 @@ class Step:
     def quantise(self) -> None:
         ops.quantise_query(self.q, *self.transform, self.scale, self.planes, self.terms)
 
-    def window_attention(self) -> None:
-        near = (None, None, 0, 0, NUM_SINKS, self.scale, 0.0, self.outs[0], self.lses[0])
-        ops.attend(self.q, *self.nothing, *self.exact, *near)
+    def query_window_scan_and_select(self) -> None:
+        room = self.outs[0], self.lses[0], self.planes, self.terms, self.scores, self.indices, self.count
+        index = *self.transform, self.sign, self.factor, self.bias
+        ops.attend_top_p_select(self.q, *self.nothing, *self.exact, None, *index, self.scale, self.top_p, *room)
 
     def scan_and_select(self) -> None:
         index, dim = (self.sign, self.factor, self.bias), self.q.shape[-1]
@@ -88,8 +91,8 @@ class Step:
         to = self.outs, self.lses, self.out, self.lse
         ops.merge_selected(self.q, self.keys, self.values, self.indices, self.count, None, self.scale, 0.0, *to)
 
-    def parts(self) -> dict[str, Callable]:
-        return {part: getattr(self, part.replace(" ", "_")) for part in PARTS}
+    def parts(self, names: tuple[str, ...] = PARTS) -> dict[str, Callable]:
+        return {name: getattr(self, name.replace(",", "").replace(" ", "_")) for name in names}
 
     def __call__(self) -> None:
         for part in self.parts().values():
@@ -135,7 +138,7 @@ def steps_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bits: int) -> di
 def sparse_calls(steps: dict[str, Step]) -> dict[str, Callable]:
     calls = dict(steps)
     for name, step in steps.items():
-        calls |= {f"{name}: {part}": call for part, call in step.parts().items()}
+        calls |= {f"{name}: {part}": call for part, call in step.parts(PARTS + ALONE).items()}
     return calls
 
 

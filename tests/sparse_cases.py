@@ -8,6 +8,7 @@ from op_cases import fenced, make_mask, make_store
 from torch_kvq import layout
 from torch_kvq.codecs.rotation import make_rotation
 from torch_kvq.ops import sparse_reference
+from torch_kvq.store import no_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,10 @@ def calls():
     yield "top_p_select", (scores, lse, mask, None, 0.9, indices.clone(), count.clone())
     coding = planes, terms, index.sign, index.factor, index.bias, 64, 0.125, 0
     yield "sign_top_p_select", (*coding, lse, 0.9, scores.clone(), indices.clone(), count.clone())
+    nothing = [no_tokens(1, 2, 64, along, q.device) for along in (False, True)]
+    step = (*nothing, dense[:, :, :5], dense[:, :, 5:10], torch.ones(6), *index.transform)
+    room = out.clone(), lse.clone(), planes.clone(), terms.clone(), scores.clone(), indices.clone(), count.clone()
+    yield "attend_top_p_select", (q, *step, index.sign, index.factor, index.bias, 0.125, 0.9, *room)
     yield "qk_selected", (q, keys, indices, count, scale, torch.empty(1, 6, 2, indices.shape[-1]))
     yield "attend_selected", (q, keys, values, indices, count, mask, scale, softcap, out, lse.clone())
     outs, lses = torch.zeros(2, *q.shape), torch.zeros(2, *q.shape[:3])

@@ -143,7 +143,7 @@ def test_attend_sparse_measures_a_step_and_its_parts(tmp_path):
     for side in ("sparse", "sparse packed"):
         assert 0.1 < row["selected"][side]["share"] < 0.4 and row["results"][side]["ratio"] > 0
         parts = [name for name in row["results"] if name.startswith(f"{side}: ")]
-        assert len(parts) == 4
+        assert len(parts) == 3
     assert row["read_bytes"]["sparse packed"] < row["read_bytes"]["sparse"] < row["dense_bytes"]
     views = chart.VIEWS[result["benchmark"]](result)
     assert "No bar is set" in views["bars"] and "4, 2, 64, 600" in views["speed"]

@@ -91,7 +91,7 @@ def test_no_one_else_goes_on_after_a_refusal(command, reports, monkeypatch):
 def test_selftest_passes(capsys):
     assert cli.main(["doctor", "--selftest"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(" ok\n") == 21 * (1 + torch.cuda.is_available() + torch.backends.mps.is_available())
+    assert printed.count(" ok\n") == 22 * (1 + torch.cuda.is_available() + torch.backends.mps.is_available())
     assert all(f"\n{name}" in printed.split("self-test")[1] for name in NAMES + FUSED_NAMES)
 
 

@@ -195,7 +195,7 @@ def test_the_selftest_runs_every_operator_by_shaders(on_cpu, shaders):  # noqa: 
 
     on_cpu({name: recorded(name) for name in NAMES})
     rows = dict(cli.selftest_rows("cpu"))
-    assert set(asked) == set(NAMES) and len(rows) == 21
+    assert set(asked) == set(NAMES) and len(rows) == 22
     assert max(rows.values()) < 1e-4
 
 

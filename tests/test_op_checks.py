@@ -182,6 +182,29 @@ def test_fused_operators_check_all_before_they_write(rule, name, argument, chang
     assert all((named[key] == 7).all() for key in written if key != argument)
 
 
+STEP = [
+    ("q must have the shape", "q", lambda x: x[0]),
+    ("keys must be nine tensors", "keys", lambda x: x[:8]),
+    ("exact_values must have the shape", "exact_values", lambda x: x[:, :, :1]),
+    ("sink_logits must have the shape", "sink_logits", lambda x: x[:1]),
+    ("balance must be", "balance", lambda x: x.double()),
+    ("sign must be int32", "sign", lambda x: x.long()),
+    ("out must have the shape", "out", lambda x: x[:, :1]),
+    ("planes must be int32", "planes", lambda x: x.long()),
+    ("count must have the shape", "count", lambda x: x[:, :1]),
+    ("scores must have 4 dims", "scores", lambda x: x[0]),
+]
+
+
+@pytest.mark.parametrize("rule, argument, change", STEP, ids=[bad[0] for bad in STEP])
+def test_a_step_in_one_is_checked_by_its_parts(rule, argument, change):
+    operator = ops.attend_top_p_select
+    named = dict(zip((x.name for x in operator._schema.arguments), CALLS["attend_top_p_select"]))
+    named[argument] = change(named[argument])
+    with pytest.raises(RuntimeError, match=f"{rule}.*, got "):
+        operator(*named.values())
+
+
 # ---- the meta device
 
 

@@ -24,7 +24,8 @@ def isa(request, monkeypatch):
     if request.param == native.REFERENCE:
         for name in SPARSE_NAMES:
             monkeypatch.setattr(ops, name, getattr(sparse_reference, name))
-        monkeypatch.setattr(ops, "merge", reference.merge)
+        for name in ("attend", "merge"):
+            monkeypatch.setattr(ops, name, getattr(reference, name))
         for name in FUSED_NAMES:
             monkeypatch.setattr(ops, name, functools.partial(getattr(ops.fused, name), parts=ops))
         yield request.param

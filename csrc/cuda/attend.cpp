@@ -1,9 +1,16 @@
 // attend: the decode kernel where it has one for the problem, else tiles.
+#include "attend_run.h"
 #include "decode_attend.h"
 #include "tiles_run.h"
 
 namespace kvq {
 namespace cuda {
+
+void run_attention(Call &call, const Attention &a) {
+  if (!decode_fits(a)) return tiles::run(call, a, tiles::ATTEND);
+  int64_t bytes = decode_scratch_bytes(a);
+  launch_decode(a, bytes ? call.scratch(bytes) : nullptr, call.stream());
+}
 
 namespace {
 
@@ -13,12 +20,7 @@ void attend(const Tensor &q, const Tensors &keys, const Tensors &values, const T
   Call call("q", q);
   Attention a = attend_problem(q, keys, values, exact_keys, exact_values, mask, sink_logits, start, length, num_sinks,
                                scale, softcap, out, lse);
-  if (decode_fits(a)) {
-    int64_t bytes = decode_scratch_bytes(a);
-    launch_decode(a, bytes ? call.scratch(bytes) : nullptr, call.stream());
-  } else {
-    tiles::run(call, a, tiles::ATTEND);
-  }
+  run_attention(call, a);
   call.check("attend");
 }
 

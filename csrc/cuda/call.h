@@ -16,7 +16,8 @@ class Call {
   Call(const char *name, const Tensor &first);
   cudaStream_t stream() const { return stream_; }  // the current one of that device
   int num_multiprocessors() const;
-  // Memory for this call's kernels from torch's caching allocator, aligned to 256 bytes. At most once a call.
+  // Memory for this call's kernels from torch's caching allocator, aligned to 256 bytes. What an earlier call returned
+  // is free again: for kernels behind those that have it.
   char *scratch(int64_t bytes);
   // Throws unless a grid of `count` can be launched; `name` is the argument that asks for it.
   void check_grid(const char *name, int64_t count) const;

@@ -7,11 +7,9 @@ namespace cuda {
 
 namespace {
 
-int64_t num_steps(const Attention &a) { return ceil_div(a.exact_len, EXACT_STEP); }
-
 template <class T, class S>
 void start(const Attention &a, cudaStream_t stream) {
-  int steps = (int)num_steps(a), warps = steps > S::MIN_WARPS ? steps : S::MIN_WARPS;
+  int warps = near_warps<S>(a);
   dim3 grid((unsigned)(a.batch * a.heads), S::SLICES, (unsigned)ceil_div(a.rows, S::NUM_ROWS));
   DecodeArgs args;
   to_args(a, args);
@@ -30,7 +28,7 @@ template <int DIM, int VDIM>
 int64_t act(Action action, const Attention &a, cudaStream_t stream) {
   using Few = NearShape<DIM, VDIM, false>;
   using Many = NearShape<DIM, VDIM, true>;
-  if (action == FITS) return num_steps(a) <= Few::MAX_WARPS;
+  if (action == FITS) return near_steps(a) <= Few::MAX_WARPS;
   if (action == LAUNCH) a.rows <= 4 ? start<Few>(a, stream) : start<Many>(a, stream);
   return 0;
 }

@@ -40,10 +40,20 @@ struct NearShape {
   // Nine warps are a window of 132 tokens, and one for every row. At 96 registers a multiprocessor has room for two
   // such CTAs, this kernel's and the next one's.
   static constexpr int MIN_WARPS = 9, MAX_WARPS = DIM <= 128 ? 20 : DIM <= 192 ? 16 : 12;
+  static_assert(MIN_WARPS > NUM_ROWS, "a warp without a row");
   static constexpr int PITCH = SLICE + 8;              // floats of a row of sums, against bank conflicts
   static constexpr int STATES = 4 * NUM_ROWS * PITCH;  // bytes of a warp's sums
   static constexpr int size(int warps) { return warps * (STATES + NUM_ROWS * (int)sizeof(float2)); }
 };
+
+inline int64_t near_steps(const Attention &a) { return ceil_div(a.exact_len, EXACT_STEP); }
+
+// Warps of a CTA, where there are no more steps than MAX_WARPS.
+template <class S>
+int near_warps(const Attention &a) {
+  int steps = (int)near_steps(a);
+  return steps > S::MIN_WARPS ? steps : S::MIN_WARPS;
+}
 
 // A warp's 16 tokens: weights and sums are those of exact tokens elsewhere, the products' operands lie in registers.
 template <class T, class S>
@@ -208,13 +218,15 @@ struct NearEnd {
   }
 };
 
-template <class T, class S>
-__global__ void __launch_bounds__(32 * S::MAX_WARPS) near_kernel(const __grid_constant__ DecodeArgs a) {
-  extern __shared__ __align__(16) char memory[];
-  int b = blockIdx.x / a.heads, h = blockIdx.x - b * a.heads, first_row = blockIdx.z * S::NUM_ROWS;
+// One head's slice `slice` of the values' dims and block of rows `row_block`. Warps without a row to end, of which
+// there is one at least, do others(i, how many they are) instead, behind the kernels ahead.
+template <class T, class S, class Others>
+__device__ __forceinline__ void attend_near(const DecodeArgs &a, int head, int slice, int row_block, char *memory,
+                                            Others others) {
+  int b = head / a.heads, h = head - b * a.heads, first_row = row_block * S::NUM_ROWS;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3, warps = blockDim.x / 32;
   int rows = min(a.rows - first_row, S::NUM_ROWS), row = first_row + (g < rows ? g : 0);
-  int first = warp * EXACT_STEP, first_dim = blockIdx.y * S::SLICE;
+  int first = warp * EXACT_STEP, first_dim = slice * S::SLICE;
   float *sums = (float *)memory;
   float2 *states = (float2 *)(memory + warps * S::STATES);
   NearWarp<T, S> mine;
@@ -238,7 +250,16 @@ __global__ void __launch_bounds__(32 * S::MAX_WARPS) near_kernel(const __grid_co
   }
   mine.store(sums + warp * S::STATES / 4, states + warp, warps, g, c);
   __syncthreads();
-  if (warp < rows) end.finish(sums + warp * S::PITCH, states + warp * warps, warps, sink, first_dim == 0, lane);
+  if (warp < rows)
+    end.finish(sums + warp * S::PITCH, states + warp * warps, warps, sink, first_dim == 0, lane);
+  else
+    others(warp - rows, warps - rows);
+}
+
+template <class T, class S>
+__global__ void __launch_bounds__(32 * S::MAX_WARPS) near_kernel(const __grid_constant__ DecodeArgs a) {
+  extern __shared__ __align__(16) char memory[];
+  attend_near<T, S>(a, blockIdx.x, blockIdx.y, blockIdx.z, memory, [](int, int) {});
 }
 
 }  // namespace cuda

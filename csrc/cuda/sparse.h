@@ -16,6 +16,11 @@ int64_t top_p_scratch_bytes(const TopP &, int num_multiprocessors);
 void launch_top_p_select(const TopP &, int num_multiprocessors, void *scratch, cudaStream_t);
 int64_t sign_top_p_scratch_bytes(const SignScan &, const TopP &, int num_multiprocessors);
 void launch_sign_top_p_select(const SignScan &, const TopP &, int num_multiprocessors, void *scratch, cudaStream_t);
+// All of attend_top_p_select in two launches, with the scratch of sign_top_p_select, for problems that fit.
+bool attend_top_p_select_fits(const QueryCoding &, const Attention &, const SignScan &, const TopP &,
+                              int num_multiprocessors);
+void launch_attend_top_p_select(const QueryCoding &, const Attention &, const SignScan &, const TopP &,
+                                int num_multiprocessors, void *scratch, cudaStream_t);
 void launch_qk_selected(const Selected &, cudaStream_t);
 int64_t attend_selected_scratch_bytes(const Selected &, int num_multiprocessors);
 void launch_attend_selected(const Selected &, int num_multiprocessors, void *scratch, cudaStream_t);

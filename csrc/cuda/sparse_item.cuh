@@ -56,6 +56,7 @@ struct ItemRoom {
 
 struct ItemPlan {
   int parts, segment_parts, segments, items, slots;
+  bool codes_ahead;    // the kernel ahead codes the queries: nothing is scored before it has ended
   Mass *masses;        // [items, SCAN_ROWS, SMALL_BINS], relative to the peaks of bins and times 1 / unit
   Mass *large_masses;  // [items, SCAN_ROWS, NUM_BINS] of rows with larger scores, relative to no more than the largest
   uint32_t *counts;    // [items, segments, SCAN_ROWS, WARP]: scores of two codes of the bin of the cut, one more each
@@ -66,7 +67,7 @@ struct ItemPlan {
 
   // As many segments as begin at once, in as few turns as possible.
   ItemPlan(const SignScan &s, const ItemRoom &room) : slots(room.blocks) {
-    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads), segments = 0;
+    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads), segments = 0, codes_ahead = false;
     if (room.parts < ITEM_WARPS || slots < 1) return;
     int64_t least = ceil_div(parts, room.parts), turns = ceil_div(items * least, slots), wanted = turns * slots / items;
     if (wanted > slots / AT_ONCE) wanted = slots / AT_ONCE;
@@ -223,6 +224,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   if (left > 0) source.bring(staged, tokens_left(), lane);
   close_copies();
   clear_cells(m);  // while the first copies are under way
+  if (plan.codes_ahead) wait_for_kernels_ahead();
   ScanQueries<__half> queries(s, at, lane);
   bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());

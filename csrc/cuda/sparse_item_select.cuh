@@ -12,7 +12,8 @@ namespace cuda {
 constexpr int CLEAR_THREADS = 256;
 
 // Clears what the blocks of items add to. The kernel after it may read what those ahead of this one wrote before its
-// own wait, as this one lets it begin when they have ended; but not what this one writes.
+// own wait, as this one lets it begin when they have ended; but not what this one writes. The same holds of
+// sparse_near.
 __global__ void __launch_bounds__(CLEAR_THREADS) clear_items(uint4 *to, int units) {
   wait_for_kernels_ahead(), let_next_kernel_begin();
   for (int i = blockIdx.x * CLEAR_THREADS + threadIdx.x; i < units; i += (int)gridDim.x * CLEAR_THREADS)

@@ -1,5 +1,5 @@
-// top_p_select on CUDA devices, and sign_scores and it in one.
-#include "call.h"
+// top_p_select on CUDA devices, sign_scores and it in one, and these behind attention to exact tokens.
+#include "attend_run.h"
 #include "sparse.h"
 #include "sparse_problems.h"
 
@@ -15,10 +15,14 @@ void check_size(const Call &call, const TopP &p, const Tensor &scores, const Ten
   call.check_grid("scores", rows * ceil_div(p.columns, 1 << 12));
 }
 
+void check_scan(const SignScan &s, const Tensor &sign) {
+  KVQ_CHECK(s.index.sign || !s.tokens, "sign", "hold the tokens of scores", text(sign));
+}
+
 // Whether there is anything to select from; clears the count if there is not.
 bool has_scores(const TopP &p, const Tensor &count) {
   bool some = p.batch * p.query_heads * p.queries * p.columns > 0;
-  if (!some && p.batch * p.selection.selections) torch::stable::zero_(const_cast<Tensor &>(count));
+  if (!some && p.batch * p.selection.selections > 0) torch::stable::zero_(const_cast<Tensor &>(count));
   return some;
 }
 
@@ -39,7 +43,7 @@ void sign_top_p_select(const Tensor &planes, const Tensor &terms, const Tensor &
   Call call("scores", scores);
   SignScan s = sign_scores_problem(planes, terms, sign, factor, bias, head_dim, scale, start, scores, "scores");
   TopP p = top_p_select_problem(scores, exact_lse, std::nullopt, std::nullopt, top_p, indices, count);
-  KVQ_CHECK(s.index.sign || !s.tokens, "sign", "hold the tokens of scores", text(sign));
+  check_scan(s, sign);
   check_size(call, p, scores, indices);
   if (!has_scores(p, count)) return;
   int processors = call.num_multiprocessors();
@@ -47,11 +51,43 @@ void sign_top_p_select(const Tensor &planes, const Tensor &terms, const Tensor &
   call.check("sign_top_p_select");
 }
 
+void attend_top_p_select(const Tensor &q, const Tensors &keys, const Tensors &values, const Tensor &exact_keys,
+                         const Tensor &exact_values, const OptionalTensor &sink_logits, const Tensor &query_centre,
+                         const Tensor &centre, const Tensor &balance, const Tensor &signs, const Tensor &blocks,
+                         const Tensor &matrix, const Tensor &sign, const Tensor &factor, const Tensor &bias,
+                         double scale, double top_p, const Tensor &out, const Tensor &lse, const Tensor &planes,
+                         const Tensor &terms, const Tensor &scores, const Tensor &indices, const Tensor &count) {
+  Call call("q", q);
+  QueryCoding c = quantise_query_problem(q, query_centre, centre, balance, signs, blocks, matrix, scale, planes, terms);
+  Attention a =
+      attend_problem(q, keys, values, exact_keys, exact_values, std::nullopt, sink_logits, 0, 0, 0, scale, 0, out, lse);
+  SignScan s = sign_scores_problem(planes, terms, sign, factor, bias, c.dim, scale, 0, scores, "scores");
+  TopP p = top_p_select_problem(scores, lse, std::nullopt, std::nullopt, top_p, indices, count);
+  check_scan(s, sign);
+  check_size(call, p, scores, indices);
+  call.check_grid("q", c.batch * c.heads * c.group * c.queries);
+  int processors = call.num_multiprocessors();
+  bool some = has_scores(p, count), fits = some && attend_top_p_select_fits(c, a, s, p, processors);
+  if (!fits) {
+    launch_quantise_query(c, call.stream());
+    run_attention(call, a);
+  }
+  if (some) {
+    char *scratch = call.scratch(sign_top_p_scratch_bytes(s, p, processors));
+    if (fits)
+      launch_attend_top_p_select(c, a, s, p, processors, scratch, call.stream());
+    else
+      launch_sign_top_p_select(s, p, processors, scratch, call.stream());
+  }
+  call.check("attend_top_p_select");
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torch_kvq, CUDA, m) {
   m.impl("top_p_select", TORCH_BOX(&top_p_select));
   m.impl("sign_top_p_select", TORCH_BOX(&sign_top_p_select));
+  m.impl("attend_top_p_select", TORCH_BOX(&attend_top_p_select));
 }
 
 }  // namespace cuda

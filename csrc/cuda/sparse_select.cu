@@ -2,6 +2,7 @@
 // indices: four launches, each of which begins while the last one ends; one more for scores that are not float16 codes,
 // and where the capacity may be exceeded. With the scan in one launch, for up to four rows a kv head: sparse_item.cuh.
 #include "sparse_item_select.cuh"
+#include "sparse_near.h"
 #include "sparse_scan_masses.cuh"
 
 namespace kvq {
@@ -105,10 +106,13 @@ struct ItemCall {
     cuts = (RowCut *)take(p.batch * p.query_heads * p.queries, sizeof(RowCut));
     marks.words = (int)ceil_div(p.columns, 32), marks.kept = (uint32_t *)take(items * marks.words, 4);
   }
-  void launch(const SignScan &s, const TopP &p, int num_multiprocessors, cudaStream_t stream) const {
+  void clear(int num_multiprocessors, cudaStream_t stream) const {
     int64_t units = cleared_bytes / (int64_t)sizeof(uint4), blocks = ceil_div(units, CLEAR_THREADS);
     launch_behind(clear_items, dim3((unsigned)(blocks < num_multiprocessors ? blocks : num_multiprocessors)),
                   CLEAR_THREADS, 0, stream, (uint4 *)cleared, (int)units);
+  }
+  // Behind a kernel that clears.
+  void launch(const SignScan &s, const TopP &p, cudaStream_t stream) const {
     launch_behind(scan_select, dim3((unsigned)(plan.items * plan.segments)), ITEM_THREADS,
                   item_bytes(plan.segment_parts), stream, s, p, plan, cuts, marks);
     if (p.selection.capacity < p.columns)
@@ -138,8 +142,11 @@ int64_t sign_top_p_scratch_bytes(const SignScan &s, const TopP &p, int num_multi
 
 void launch_sign_top_p_select(const SignScan &s, const TopP &p, int num_multiprocessors, void *scratch,
                               cudaStream_t stream) {
-  if (ItemCall::takes(s, p, num_multiprocessors))
-    return ItemCall(s, p, num_multiprocessors, (char *)scratch).launch(s, p, num_multiprocessors, stream);
+  if (ItemCall::takes(s, p, num_multiprocessors)) {
+    ItemCall item(s, p, num_multiprocessors, (char *)scratch);
+    item.clear(num_multiprocessors, stream);
+    return item.launch(s, p, stream);
+  }
   int segments = scan_segments(s, p, num_multiprocessors);
   if (!segments) {
     launch_sign_scores(s, num_multiprocessors, stream);
@@ -150,6 +157,19 @@ void launch_sign_top_p_select(const SignScan &s, const TopP &p, int num_multipro
   scan.mass.masses = plan.scanned.masses, scan.mass.tops = plan.scanned.tops;
   launch_behind(scan_masses, dim3(scan.grid()), SUM_THREADS, ScanMassPlan::bytes(), stream, s, scan);
   launch<__half, false>(p, plan, stream);
+}
+
+bool attend_top_p_select_fits(const QueryCoding &c, const Attention &a, const SignScan &s, const TopP &p,
+                              int num_multiprocessors) {
+  return near_takes(c, a) && ItemCall::takes(s, p, num_multiprocessors);
+}
+
+void launch_attend_top_p_select(const QueryCoding &c, const Attention &a, const SignScan &s, const TopP &p,
+                                int num_multiprocessors, void *scratch, cudaStream_t stream) {
+  ItemCall item(s, p, num_multiprocessors, (char *)scratch);
+  item.plan.codes_ahead = true;
+  launch_near(c, a, item.cleared, item.cleared_bytes, stream);
+  item.launch(s, p, stream);
 }
 
 }  // namespace cuda

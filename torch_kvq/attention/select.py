@@ -10,6 +10,7 @@ import torch
 
 from .. import ops
 from ..codecs.rabitq import CodedQuery, RaBitQIndex
+from ..store import no_tokens
 from .compose import Answer
 
 
@@ -60,27 +61,38 @@ def select_tokens(
     return selection
 
 
-def select_estimated(
+def attend_and_select(
+    query: torch.Tensor,
+    exact: tuple[torch.Tensor, torch.Tensor],
     index: RaBitQIndex,
-    query: CodedQuery,
     length: int,
-    exact_lse: torch.Tensor,
+    scale: float,
+    near: Answer,
     top_p: float,
     num_selections: int,
     max_selected: int | None = None,
-) -> Selection:
-    """``select_tokens`` of the first ``length`` tokens by ``index.scores``, none of them hidden, in one operator.
+    sink_logits: torch.Tensor | None = None,
+) -> tuple[CodedQuery, Selection]:
+    """Attention to the ``exact`` keys and values, to ``near``, and ``select_tokens`` of the first ``length`` tokens by
+    ``index.scores`` and its log-sum-exp, none of them hidden, in one operator.
 
     Args:
-        index, query: without later centres.
+        index: without later centres.
     """
-    dtype = torch.float32 if exact_lse.is_cpu else torch.float16
-    scores = exact_lse.new_empty((*exact_lse.shape, length), dtype=dtype)
+    coded = index.room_for(query, scale)
+    dtype = torch.float32 if query.is_cpu else torch.float16
+    scores = query.new_empty((*query.shape[:3], length), dtype=dtype)
     selection = _room_for(scores, num_selections, max_selected)
-    coded, signs = (query.planes, query.terms), (index.sign, index.factor, index.bias)
-    to = scores, selection.indices, selection.count
-    ops.sign_top_p_select(*coded, *signs, index.head_dim, query.scale, 0, exact_lse, top_p, *to)
-    return selection
+    nothing, signs = no_tokens_beside(*exact), (index.sign, index.factor, index.bias)
+    to = *near, coded.planes, coded.terms, scores, selection.indices, selection.count
+    ops.attend_top_p_select(query, *nothing, *exact, sink_logits, *index.transform, *signs, scale, top_p, *to)
+    return coded, selection
+
+
+def no_tokens_beside(keys: torch.Tensor, values: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Stores of keys and values for operators that shall read these exact ones alone."""
+    batch, heads, _, dim = keys.shape
+    return [no_tokens(batch, heads, d, along, keys.device) for d, along in ((dim, False), (values.shape[-1], True))]
 
 
 def _room_for(scores: torch.Tensor, num_selections: int, max_selected: int | None) -> Selection:

@@ -7,11 +7,11 @@ import sys
 import torch
 
 from .. import ops
-from ..codecs.rabitq import RaBitQIndex, posterior_scores
+from ..codecs.rabitq import CodedQuery, RaBitQIndex, posterior_scores
 from ..store import no_tokens
 from .compose import Answer
 from .pieces import HIDDEN, Pieces, operand
-from .select import Selection, attend_selected, score_selected, select_estimated, select_tokens
+from .select import Selection, attend_and_select, attend_selected, no_tokens_beside, score_selected, select_tokens
 
 MAX_SELECTING_LEN = 16
 _CHUNK_LEN = 2048
@@ -56,6 +56,11 @@ class SparsePieces(Pieces):
         step = self.length if len(self.keys) == 1 and not self.options.on_host else _CHUNK_LEN
         return [slice(start, min(start + step, self.length)) for start in range(0, self.length, step)]
 
+    @property
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of sinks and window."""
+        return self.exact_keys, self.exact_values
+
     # ---- attention
 
     def attend(
@@ -76,14 +81,14 @@ class SparsePieces(Pieces):
         selects = self._selects(query)
         chunks = [] if selects else self._chunks()
         outs, lses = self._answers(query, 2 if selects else 1 + len(chunks))
-        exact = self.exact_keys, self.exact_values
-        self._attend_rows(query, *exact, near_mask, scale, softcap, (outs[0], lses[0]), sink_logits)
         out, lse = torch.empty_like(outs[0]), lses.new_empty(lses.shape[1:]) if lse is None else lse
+        near = outs[0], lses[0]
         if selects:
-            chosen = self._select(query, far_mask, scale, softcap, lses[0])
+            chosen = self._attend_and_select(query, near_mask, far_mask, scale, softcap, near, sink_logits)
             where, to = (chosen.indices, chosen.count, far_mask), (outs, lses, out, lse)
             ops.merge_selected(query, self.keys, self.values, *where, scale, softcap, *to)
             return out, lse
+        self._attend_rows(query, *self.exact, near_mask, scale, softcap, near, sink_logits)
         for place, part in enumerate(chunks, 1):
             rows = self._rows("k", part.start, part.stop), self._rows("v", part.start, part.stop)
             seen = None if far_mask is None else far_mask[..., part]
@@ -125,23 +130,25 @@ class SparsePieces(Pieces):
 
     @staticmethod
     def _attend_rows(query, keys, values, mask, scale, softcap, answer: Answer, sink_logits=None) -> None:
-        batch, heads, _, dim = keys.shape
-        nothing = (no_tokens(batch, heads, d, along, query.device) for d, along in ((dim, False), (values.shape[-1], True)))
-        ops.attend(query, *nothing, keys, values, mask, sink_logits, 0, 0, 0, scale, softcap, *answer)
+        rest = mask, sink_logits, 0, 0, 0, scale, softcap
+        ops.attend(query, *no_tokens_beside(keys, values), keys, values, *rest, *answer)
 
     # ---- selection
 
-    def _select(self, query, mask, scale, softcap, near_lse) -> Selection:
-        options = self.options
-        coded = self.index.code(query, scale)
-        if query.is_cpu and not math.isfinite(coded.terms.sum()):  # elsewhere it would wait for the device
-            raise ValueError(f"query must be finite, got inf or nan in layer {self.layer.index}")
+    def _attend_and_select(self, query, near_mask, mask, scale, softcap, near: Answer, sink_logits=None) -> Selection:
+        """Attention over sinks and window, to ``near``, and what is selected besides; ``mask`` is that of the body."""
+        options, near_lse = self.options, near[1]
         num_selections = query.shape[1] if options.per_head else self.exact_keys.shape[1]
         first_p, last_p = refined_shares(options.top_p) if options.refine else (options.top_p, 0.0)
         room = None if options.refine else options.max_selected
-        if mask is None and not softcap and not options.widening and not coded.later:
-            selection = select_estimated(self.index, coded, self.length, near_lse, first_p, num_selections, room)
+        if mask is None and not softcap and not options.widening and not self.index.later:
+            where, to = (self.exact, self.index, self.length, scale, near), (num_selections, room, sink_logits)
+            coded, selection = attend_and_select(query, *where, first_p, *to)
+            self._check_finite(coded)
         else:
+            self._attend_rows(query, *self.exact, near_mask, scale, softcap, near, sink_logits)
+            coded = self.index.code(query, scale)
+            self._check_finite(coded)
             scores = self._estimates(coded, query, scale, softcap)
             selection = select_tokens(scores, near_lse, first_p, num_selections, room, mask)
         stats, candidates = self.layer.stats, None
@@ -154,6 +161,10 @@ class SparsePieces(Pieces):
         if options.audit:
             stats.count_kept_mass(self._kept_mass(query, mask, scale, softcap, near_lse, selection))
         return selection
+
+    def _check_finite(self, coded: CodedQuery) -> None:
+        if coded.terms.is_cpu and not math.isfinite(coded.terms.sum()):  # elsewhere it would wait for the device
+            raise ValueError(f"query must be finite, got inf or nan in layer {self.layer.index}")
 
     def _estimates(self, coded, query, scale, softcap) -> torch.Tensor:
         """Estimated logits of the body, ``[B, Hq, M, length]``."""
@@ -188,9 +199,8 @@ class SparsePieces(Pieces):
             return query @ self.rebuilt("k").repeat_interleave(repeats, 1).transpose(-1, -2)
         scale, mask = call
         near_mask, far_mask = self._split(None if mask is None else mask[..., : self.num_tokens], query)
-        near, near_lse = self._answers(query, 1)
-        self._attend_rows(query, self.exact_keys, self.exact_values, near_mask, scale, 0.0, (near[0], near_lse[0]))
-        self.selection = self._select(query, far_mask, scale, 0.0, near_lse[0])
+        outs, lses = self._answers(query, 1)
+        self.selection = self._attend_and_select(query, near_mask, far_mask, scale, 0.0, (outs[0], lses[0]))
         return self._sparse_scores(query)
 
     def _sparse_scores(self, query: torch.Tensor) -> torch.Tensor:

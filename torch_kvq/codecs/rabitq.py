@@ -113,10 +113,15 @@ class RaBitQIndex:
 
     def code(self, query: torch.Tensor, scale: float) -> CodedQuery:
         """Codes ``query [B, G * H, M, D]``, whose logits are ``scale * q . k``."""
+        coded = self.room_for(query, scale)
+        ops.quantise_query(query, *self.transform, scale, coded.planes, coded.terms)
+        later = tuple(self._terms_of(centre, query, coded.terms, scale) for _, centre in self.later)
+        return dataclasses.replace(coded, later=later) if later else coded
+
+    def room_for(self, query: torch.Tensor, scale: float) -> CodedQuery:
+        """What operators code ``query`` to."""
         planes = query.new_empty((*query.shape[:3], QUERY_BITS, num_words(self.head_dim)), dtype=torch.int32)
-        terms = query.new_empty((*query.shape[:3], QUERY_BITS), dtype=torch.float32)
-        ops.quantise_query(query, *self.transform, scale, planes, terms)
-        return CodedQuery(planes, terms, scale, tuple(self._terms_of(centre, query, terms, scale) for _, centre in self.later))
+        return CodedQuery(planes, query.new_empty((*query.shape[:3], QUERY_BITS), dtype=torch.float32), scale)
 
     @staticmethod
     def _terms_of(centre: torch.Tensor, query: torch.Tensor, terms: torch.Tensor, scale: float) -> torch.Tensor:

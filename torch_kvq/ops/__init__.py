@@ -45,6 +45,7 @@ attend_selected = torch.ops.torch_kvq.attend_selected.default
 gather_selected = torch.ops.torch_kvq.gather_selected.default
 encode_kv = torch.ops.torch_kvq.encode_kv.default
 sign_top_p_select = torch.ops.torch_kvq.sign_top_p_select.default
+attend_top_p_select = torch.ops.torch_kvq.attend_top_p_select.default
 merge_selected = torch.ops.torch_kvq.merge_selected.default
 
 __all__ = [*schemas.NAMES, *schemas.FUSED_NAMES, "fakes", "fused", "problems", "reference", "schemas", "sparse_reference"]

@@ -1,6 +1,6 @@
 """Operators that are several others in one, by those: what answers on devices without a kernel for it all.
 
-What the first of them does not check itself is checked before it writes.
+What the first of them does not check itself is checked before it writes, unless it writes what is of no use by itself.
 """
 
 import torch
@@ -14,6 +14,7 @@ _ops = getattr(torch.ops, NAMESPACE)
 PARTS = {
     "encode_kv": ("encode",),
     "sign_top_p_select": ("sign_scores", "top_p_select"),
+    "attend_top_p_select": ("quantise_query", "attend", "sign_top_p_select"),
     "merge_selected": ("attend_selected", "merge"),
 }
 
@@ -32,6 +33,19 @@ def sign_top_p_select(
     problems.top_p_select(scores, exact_lse, None, None, top_p, indices, count)
     parts.sign_scores(planes, terms, sign, factor, bias, head_dim, scale, start, scores)
     parts.top_p_select(scores, exact_lse, None, None, top_p, indices, count)
+
+
+def attend_top_p_select(
+    q, keys, values, exact_keys, exact_values, sink_logits,
+    query_centre, centre, balance, signs, blocks, matrix, sign, factor, bias,
+    scale, top_p, out, lse, planes, terms, scores, indices, count, parts=_ops,
+) -> None:  # fmt: skip
+    """``parts`` has the other operators by name. Each checks its arguments: nothing is lost by what those before it wrote."""
+    near = q, keys, values, exact_keys, exact_values, None, sink_logits, 0, 0, 0, scale, 0.0, out, lse
+    scan = planes, terms, sign, factor, bias, q.shape[-1], scale, 0
+    parts.quantise_query(q, query_centre, centre, balance, signs, blocks, matrix, scale, planes, terms)
+    parts.attend(*near)
+    parts.sign_top_p_select(*scan, lse, top_p, scores, indices, count)
 
 
 def merge_selected(q, keys, values, indices, count, mask, scale, softcap, outs, lses, out, lse, parts=_ops) -> None:

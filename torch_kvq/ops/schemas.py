@@ -90,6 +90,12 @@ FUSED_SCHEMAS = (
     # what it holds afterwards is not defined, as scores may never leave the kernel.
     "sign_top_p_select(Tensor planes, Tensor terms, Tensor sign, Tensor factor, Tensor bias, int head_dim, float scale,"
     " int start, Tensor exact_lse, float top_p, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!) count) -> ()",
+    # quantise_query, attend to exact tokens alone, then sign_top_p_select from token 0 on where these are attended to anyway.
+    # keys and values as in attend, of which no token is read; planes, terms and scores: room for what comes in between.
+    "attend_top_p_select(Tensor q, Tensor[] keys, Tensor[] values, Tensor exact_keys, Tensor exact_values, Tensor? sink_logits,"
+    " Tensor query_centre, Tensor centre, Tensor balance, Tensor signs, Tensor blocks, Tensor matrix, Tensor sign,"
+    " Tensor factor, Tensor bias, float scale, float top_p, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) planes,"
+    " Tensor(d!) terms, Tensor(e!) scores, Tensor(f!) indices, Tensor(g!) count) -> ()",
     # merge of outs [2, B, Hq, M, Dv] and lses [2, B, Hq, M]: outs[0] and lses[0] answer for other tokens, outs[1] and lses[1]
     # are what attend_selected gives, and need not be written.
     "merge_selected(Tensor q, Tensor[] keys, Tensor[] values, Tensor indices, Tensor count, Tensor? mask, float scale,"
