@@ -232,7 +232,9 @@ __device__ __forceinline__ void attend_near(const DecodeArgs &a, int head, int s
   NearWarp<T, S> mine;
   mine.place(a, b, h, row, first_dim, first, g, c);
   NearEnd<T, S> end(a, b, h, first_row + min(warp, rows - 1), first_dim, lane);
+#if __CUDA_ARCH__ >= 900  // while kernels ahead run
   hold(end.out), hold(end.lse), hold(end.sink_logit);
+#endif
   fetch_parameters(a);
   wait_for_kernels_ahead();
   bool has_tokens = first < a.exact_len;
