@@ -36,7 +36,8 @@ def check_item(kernels, coding, top_p, capacity=None, start=0, more=0.0, written
     """One selection against the reference, where exact tokens have some log-sum-exp and ``more``. Scores of up to four rows a
     kv head stay in the kernel unless a ``capacity`` may be exceeded or they are to be ``written``."""
     planes, sign = coding[0], coding[2]
-    tokens, selections, room = sign.shape[2] - start, sign.shape[:2], capacity or sign.shape[2] - start
+    tokens, selections = sign.shape[2] - start, sign.shape[:2]
+    room = tokens if capacity is None else capacity
     lse = more + torch.linspace(-1, 3, planes.shape[1])[None, :, None].expand(planes.shape[:3])
     scores, scores_whole = fenced((*planes.shape[:3], tokens), HALF)
     (indices, indices_whole), (count, count_whole) = (fenced(s, torch.int32) for s in ((*selections, room), selections))
@@ -51,7 +52,7 @@ def check_item(kernels, coding, top_p, capacity=None, start=0, more=0.0, written
     if written or planes.shape[1] * planes.shape[2] > 4 * sign.shape[1]:
         torch.testing.assert_close(scores, expected[0], rtol=0, atol=0, equal_nan=True)
     else:
-        assert capacity or not is_native(kernels) or scores.isnan().all()
+        assert capacity is not None or not is_native(kernels) or scores.isnan().all()
 
 
 with_junk = pytest.mark.parametrize("junk", [False, True], ids=["tokens", "junk"])
@@ -113,6 +114,29 @@ def test_odd_scores_of_four_rows(edit, top_p, junk, kernels):
 @pytest.mark.parametrize("edit", [None, unknown, large])
 def test_a_selection_of_four_rows_is_cut_to_its_capacity(edit, junk, kernels):
     check_item(kernels, of_item(edit, junk=junk), 0.9, capacity=200)
+
+
+@with_junk
+@pytest.mark.parametrize("edit", [None, unknown, large])
+def test_a_selection_without_room_is_empty(edit, junk, kernels):
+    check_item(kernels, of_item(edit, junk=junk), 0.9, capacity=0)
+
+
+@pytest.mark.parametrize("edit", [None, hidden, large])
+@pytest.mark.parametrize("more", [-torch.inf, -1000.0, 50.0, 1000.0, torch.inf])
+def test_beside_any_mass_of_exact_tokens(more, edit, kernels):
+    """From none to one that leaves nothing to select; each block of threads finds the same cut, or they wait for ever."""
+    check_item(kernels, of_item(edit), 0.95, more=more)
+
+
+@pytest.mark.parametrize("edit", [None, large])
+@pytest.mark.parametrize("processors", [4, 7, 33])
+@pytest.mark.parametrize("tokens", [1535, 1537, 5000])
+def test_segments_with_fewer_parts_than_warps(tokens, processors, edit, kernels, monkeypatch):
+    """Of GPUs of any size: warps of the last block of threads have no part, and the last part few tokens."""
+    monkeypatch.setenv("KVQ_EMULATE_MULTIPROCESSORS", str(processors))
+    case = SparseCase("few", dim=100, tokens=tokens, group=1, queries=3, batch=2, heads=3, centred=True, kind="none")
+    check_item(kernels, of_item(edit, case), 0.9, start=2)
 
 
 @pytest.mark.parametrize("edit", [None, unknown, large, equal])
