@@ -203,7 +203,7 @@ def encode_row(model: tuple[int, int, int], args, rate: float) -> dict:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = timing.arguments(__doc__)
-    parser.add_argument("--bits", type=int, default=3)
+    parser.add_argument("--bits", type=int, default=3, choices=timing.BITS)
     parser.add_argument("--rounds", type=timing.count, default=25)
     parser.add_argument("--isas", nargs="*", help="CPU instruction sets, default those in use; on CUDA packed, triton")
     parser.add_argument(

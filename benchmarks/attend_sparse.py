@@ -200,7 +200,7 @@ def scores_row(shape: tuple[int, ...], args: argparse.Namespace) -> dict:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = timing.arguments(__doc__)
-    parser.add_argument("--bits", type=int, default=3, help="of keys and values of the packed stores")
+    parser.add_argument("--bits", type=int, default=3, choices=timing.BITS, help="of keys and values of the packed stores")
     parser.add_argument("--share", type=float, default=0.1, help="of the tokens to select")
     parser.add_argument("--rounds", type=timing.count, default=25)
     parser.add_argument("--shapes", nargs="*", type=timing.attention_shape, help="[B,]Hq,Hk,d,T each")

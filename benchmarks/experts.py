@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--io-threads", type=int, default=2)
     parser.add_argument("--layers", type=int, help="of the model on CUDA, default 48")
     parser.add_argument("--predictors", nargs="*", default=[], choices=list(PREDICTORS), help="to measure as well")
-    parser.add_argument("--json", type=pathlib.Path, help="file for all numbers")
+    parser.add_argument("--json", type=timing.result_file, help="file for all numbers")
     parser.add_argument("--mode", choices=["resident", "accelerate", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--recall", type=float, help=argparse.SUPPRESS)

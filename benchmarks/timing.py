@@ -16,7 +16,9 @@ import torch
 import transformers
 
 import torch_kvq
+from torch_kvq.layout import MAX_BITS, MAX_HEAD_DIM, MIN_BITS
 
+BITS = range(MIN_BITS, MAX_BITS + 1)
 HOPELESS = 2.0  # a droppable side whose best of three rounds is this far behind is dropped, as it would set the pace
 CPU_FEATURES = "avx2|f16c|avx512f|avx512_vnni|avx512vbmi|avx512_bf16|amx_tile|asimddp|i8mm|sve"
 GRAPH_CALLS = 32  # at least, as many as a model has layers, so that the launch of the graph does not count
@@ -92,7 +94,7 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", type=_present, help="cpu (default), cuda or mps")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=pathlib.Path, help="file for all numbers")
+    parser.add_argument("--json", type=result_file, help="file for all numbers")
     return parser
 
 
@@ -108,7 +110,20 @@ def attention_shape(text: str) -> tuple[int, int, int, int, int]:
     sizes = text.split(",")
     if len(sizes) not in (4, 5) or not all(size.isdecimal() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"must be [B,]Hq,Hk,d,T, whole numbers from 1 on, got {text!r}")
+    query_heads, heads, dim = map(int, sizes[-4:-1])
+    if query_heads % heads:
+        raise argparse.ArgumentTypeError(f"must have Hq that is a multiple of Hk, got {text!r}")
+    if dim % 4 or dim > MAX_HEAD_DIM:
+        raise argparse.ArgumentTypeError(f"must have d that is a multiple of 4 up to {MAX_HEAD_DIM}, got {text!r}")
     return (1,) * (5 - len(sizes)) + tuple(map(int, sizes))
+
+
+def result_file(text: str) -> pathlib.Path:
+    """The type of an option that is a file to write, which is not found out only once all is measured."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that is there, got {text!r}")
+    return path
 
 
 def _present(name: str) -> str:

@@ -351,6 +351,10 @@ def test_options_that_cannot_be_measured_are_refused(capsys, options, message):
         (["--shapes", "4,0,64,900"], "--shapes: must be [B,]Hq,Hk,d,T, whole numbers from 1 on, got '4,0,64,900'"),
         (["--rounds", "0"], "--rounds: must be a whole number from 1 on, got '0'"),
         (["--rounds", "few"], "--rounds: must be a whole number from 1 on, got 'few'"),
+        (["--shapes", "4,3,64,900"], "--shapes: must have Hq that is a multiple of Hk, got '4,3,64,900'"),
+        (["--shapes", "4,2,63,900"], "--shapes: must have d that is a multiple of 4 up to 512, got '4,2,63,900'"),
+        (["--json", "nowhere/all.json"], "--json: must be a file in a folder that is there, got 'nowhere/all.json'"),
+        (["--bits", "5"], "--bits: invalid choice: 5"),
     ],
 )
 def test_shapes_and_rounds_that_cannot_be_measured_are_refused(capsys, parse, options, message):

@@ -56,10 +56,17 @@ def test_doctor_says_what_of_cuda_is_missing(content, said, capsys, monkeypatch,
         assert f"\nCUDA kernels: none in use, {missing}; {said}\n" in capsys.readouterr().out
 
 
-def test_doctor_may_be_cut_short():
-    command = f"{sys.executable} -m torch_kvq doctor | true; echo ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize("options, status", [("", "0"), (" --selftest", "1")])
+def test_doctor_may_be_cut_short(options, status):
+    """Nothing was wrong then, but a self-test that was cut has not passed."""
+    command = f"{sys.executable} -m torch_kvq doctor{options} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.stdout == "0\n" and "BrokenPipe" not in done.stderr
+    assert done.stdout == f"{status}\n" and "BrokenPipe" not in done.stderr
+
+
+def test_doctor_without_anything_to_print_to():
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -m torch_kvq doctor >&-"], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
 def test_doctor_reports_what_an_import_refuses():

@@ -130,6 +130,67 @@ def test_no_sequences_queries_or_tokens(serve, batch, queries, tokens):
     assert not out.any() and (lse == -torch.inf).all()
 
 
+class References:
+    """The other operators of one that is several, by their references."""
+
+    def __getattr__(self, name):
+        return functools.partial(getattr(ops.fused, name), parts=self) if name in FUSED_NAMES else ops.checked(name)
+
+
+def step_of(**changes):
+    """Arguments of attend_top_p_select by name, its outputs poisoned."""
+    schema = ops.attend_top_p_select._schema.arguments
+    named = dict(zip((x.name for x in schema), tree_map_only(torch.Tensor, torch.clone, CALLS["attend_top_p_select"])))
+    named |= {key: change(named[key]) for key, change in changes.items()}
+    poisons = {x.name: 7 if named[x.name].dtype == torch.int32 else torch.nan for x in schema if x.alias_info is not None}
+    return named | {key: torch.full_like(named[key], poison) for key, poison in poisons.items()}
+
+
+def without_sequences(x):
+    return [y[:0] if y.dim() > 2 else y for y in x] if isinstance(x, list) else x[:0] if x.dim() > 2 else x
+
+
+PER_SEQUENCE = (
+    "q keys values exact_keys exact_values query_centre centre balance sign factor bias out lse planes terms scores indices"
+)
+CORNERS = {
+    "no_sequences": dict.fromkeys(PER_SEQUENCE.split(), without_sequences) | dict(count=lambda x: x[:0]),
+    "no_queries": dict.fromkeys(("q", "out", "lse", "planes", "terms", "scores"), lambda x: x[:, :, :0]),
+    "no_tokens": dict.fromkeys(("scores", "indices"), lambda x: x[..., :0]),
+    "no_window": dict.fromkeys(("exact_keys", "exact_values"), lambda x: x[:, :, :0]),
+    "nothing_exact": dict.fromkeys(("exact_keys", "exact_values"), lambda x: x[:, :, :0]) | dict(sink_logits=lambda x: None),
+    "no_room": dict(indices=lambda x: x[..., :0]),
+    "room_of_3": dict(indices=lambda x: x[..., :3]),
+    "a_selection_a_head": dict(indices=lambda x: x.repeat(1, 3, 1), count=lambda x: x.repeat(1, 3)),
+    "values_are_keys": dict(values=lambda x: []),
+    "nothing_wanted": dict(top_p=lambda x: 0.0),
+    "everything_wanted": dict(top_p=lambda x: float("inf")),
+    "scores_in_half": dict(scores=torch.Tensor.half),
+    "gradients": dict(q=lambda x: x.requires_grad_(), exact_values=lambda x: x.requires_grad_()),
+    "nan_in_a_query": dict(q=lambda x: x.index_fill(1, torch.tensor(0), torch.nan)),
+    "nan_in_a_value": dict(exact_values=lambda x: x.index_fill(1, torch.tensor(0), torch.nan)),
+}
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_corners_of_a_step_in_one(name):
+    ours, theirs = step_of(**CORNERS[name]), step_of(**CORNERS[name])
+    ops.attend_top_p_select(*ours.values())
+    References().attend_top_p_select(*theirs.values())
+    for key, limit in (("out", 1e-5), ("lse", 1e-5), ("count", 0)):
+        torch.testing.assert_close(ours[key], theirs[key], rtol=limit, atol=limit, equal_nan=True)
+    valid = torch.arange(ours["indices"].shape[-1]) < ours["count"].unsqueeze(-1)
+    assert torch.equal(ours["indices"][valid], theirs["indices"][valid])
+
+
+def test_a_step_in_one_may_answer_where_its_query_was():
+    ours, theirs = step_of(), step_of()
+    ours["out"] = ours["q"]
+    for named in (ours, theirs):
+        ops.attend_top_p_select(*named.values())
+    same([ours[key] for key in ("out", "lse", "count")], [theirs[key] for key in ("out", "lse", "count")])
+
+
 @pytest.mark.parametrize("serve", [ops.checked, functools.partial(getattr, ops)], ids=["reference", "served"])
 def test_a_mask_of_one_row_is_that_of_all(serve):
     (*arguments, _, scale, softcap), _, _ = selected_problem(SparseCase("mask", batch=2, queries=3, share=0.9))
@@ -184,6 +245,7 @@ def test_fused_operators_check_all_before_they_write(rule, name, argument, chang
 
 STEP = [
     ("q must have the shape", "q", lambda x: x[0]),
+    ("q must have", "q", lambda x: x.new_zeros(())),
     ("keys must be nine tensors", "keys", lambda x: x[:8]),
     ("exact_values must have the shape", "exact_values", lambda x: x[:, :, :1]),
     ("sink_logits must have the shape", "sink_logits", lambda x: x[:1]),
@@ -193,6 +255,8 @@ STEP = [
     ("planes must be int32", "planes", lambda x: x.long()),
     ("count must have the shape", "count", lambda x: x[:, :1]),
     ("scores must have 4 dims", "scores", lambda x: x[0]),
+    (r"scores must have \[1, 6, 2\] rows", "scores", lambda x: x[:, :3]),
+    ("top_p must be at least 0", "top_p", lambda x: float("nan")),
 ]
 
 

@@ -147,6 +147,18 @@ def test_a_copy_goes_on_alone(copied, store):
     assert other.stats.selected_tokens == cache.stats.selected_tokens > 0
 
 
+@pytest.mark.parametrize("options", [dict(), dict(store="isoquant", audit=True)], ids=["exact", "isoquant"])
+def test_a_compiled_model_counts_what_it_selects(options):
+    model, ids = tiny_models.build("llama", "sdpa"), tiny_models.prompt(2, 140, seed=5)
+    pieces, caches = [ids[:, :120], *ids[:, 120:].split(1, 1)], [sparse(model.config, top_p=0.7, **options) for _ in range(2)]
+    wanted = forced_logits(model, caches[0], pieces)
+    torch._dynamo.reset()
+    got = forced_logits(torch.compile(model, backend="aot_eager"), caches[1], pieces)
+    torch._dynamo.reset()
+    assert relative_error(got, wanted) <= 1e-5
+    assert str(caches[0].stats) == str(caches[1].stats) and caches[1].stats.selected_tokens > 0
+
+
 def test_reset():
     model, ids, cache = tiny_models.build("llama", "sdpa"), tiny_models.prompt(1, 120), sparse()
     first = forced_logits(model, cache, [ids])

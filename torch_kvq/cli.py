@@ -207,11 +207,12 @@ def main(arguments: list[str] | None = None) -> int:
     everywhere = [name for name, available in there.items() if available]
     try:
         status = doctor(options.selftest, [options.device] if options.device else everywhere)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where the caller closed it
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
-        return 0
+        return 1 if options.selftest or backends.refused else 0  # not all was tested
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ class SparseStats(CacheStats):
         self._add("mass", mass, 1)
         self.mass_rows += mass.numel()
 
+    @torch.compiler.disable  # a compiler loses what is added in place to a tensor that was made in the same frame
     def _add(self, name: str, x: torch.Tensor, num_bytes: int) -> None:
         """Adds the sum of ``x`` to a count on its device, of things of that many bytes."""
         key = name, num_bytes, x.device

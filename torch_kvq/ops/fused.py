@@ -41,10 +41,13 @@ def attend_top_p_select(
     scale, top_p, out, lse, planes, terms, scores, indices, count, parts=_ops,
 ) -> None:  # fmt: skip
     """``parts`` has the other operators by name. Each checks its arguments: nothing is lost by what those before it wrote."""
+    require(scores.dim() == 4, "scores", "have 4 dims", scores)
+    rows = list(q.shape[:3])
+    require(q.dim() != 4 or list(scores.shape[:3]) == rows, "scores", f"have {rows} rows", scores)
     near = q, keys, values, exact_keys, exact_values, None, sink_logits, 0, 0, 0, scale, 0.0, out, lse
-    scan = planes, terms, sign, factor, bias, q.shape[-1], scale, 0
     parts.quantise_query(q, query_centre, centre, balance, signs, blocks, matrix, scale, planes, terms)
     parts.attend(*near)
+    scan = planes, terms, sign, factor, bias, q.shape[-1], scale, 0
     parts.sign_top_p_select(*scan, lse, top_p, scores, indices, count)
 
 

@@ -228,7 +228,7 @@ def attend(
     every_key = _all_keys(keys, exact_keys, length, num_sinks)
     every_value = _all_values(values, exact_values, length, num_sinks) if values else every_key
     scores = _grouped(q, every_key.shape[1]) @ every_key.transpose(-1, -2) * scale
-    scores = scores.reshape(*q.shape[:3], -1)
+    scores = scores.reshape(*q.shape[:3], every_key.shape[2])
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     scores[..., num_sinks : num_sinks + start] = -torch.inf
