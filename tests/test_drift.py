@@ -175,10 +175,10 @@ def test_selections_are_those_of_the_scores_around_every_centre():
         cache.update(part, part, 0)
     pieces = cache.layers[0].pieces()
     assert pieces.index.later
-    lse = torch.zeros(1, 4, 1)
+    near = torch.empty_like(query), torch.empty(1, 4, 1)
     scores = scores_of(pieces.index, query, pieces.length)
-    wanted = select_tokens(scores, lse, 0.9, 2, None)
-    found = pieces._select(query, None, 0.5, 0.0, lse)
+    found = pieces._attend_and_select(query, None, None, 0.5, 0.0, near)
+    wanted = select_tokens(scores, near[1], 0.9, 2, None)
     assert torch.equal(found.count, wanted.count)
     for head, count in enumerate(found.count[0]):
         assert torch.equal(found.indices[0, head, :count], wanted.indices[0, head, :count])
