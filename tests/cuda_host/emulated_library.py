@@ -40,7 +40,7 @@ _LAUNCH = re.compile(r"([A-Za-z_]\w*(?:<[^;{}()]*?>)?)<<<([^;]*?)>>>\(")
 _SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
 
-SHARE = 1 if os.environ.get("KVQ_EMULATE") == "all" else 8  # one test of so many runs in the emulator, which is slow
+SHARE = 1 if os.environ.get("KVQ_EMULATE") == "all" else 16  # one test of so many runs in the emulator, which is slow
 
 
 def skip_if_left_out(name: str) -> None:
