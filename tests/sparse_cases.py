@@ -166,3 +166,9 @@ def calls():
     outs, lses = torch.zeros(2, *q.shape), torch.zeros(2, *q.shape[:3])
     yield "merge_selected", (q, keys, values, indices, count, mask, scale, softcap, outs, lses, out.clone(), lse.clone())
     yield "gather_selected", (dense, indices, count, torch.zeros(*indices.shape, 64))
+
+
+def code_of(planes: torch.Tensor, dim: int) -> list[int]:
+    """The 4-bit codes in ``planes [4, W]``, with Python's integers."""
+    words = [[word % 2**32 for word in row] for row in planes.tolist()]
+    return [sum((words[j][i // 32] >> i % 32 & 1) << j for j in range(4)) for i in range(dim)]

@@ -341,6 +341,7 @@ def test_attend_compiles_without_a_graph_break(isa):
 
 BAD = [
     ("q must have 4 dims", "q", lambda a: a["q"][0]),
+    ("exact_keys must have 4 dims", "exact_keys", lambda a: a["exact_keys"][0]),
     ("exact_keys must have the shape [1, 2, *, 60]", "q", lambda a: a["q"][..., :60]),
     ("q must be float32, bfloat16 or float16", "q", lambda a: a["q"].double()),
     ("q must have a contiguous last dim", "q", lambda a: a["q"].repeat(1, 1, 1, 2)[..., ::2]),

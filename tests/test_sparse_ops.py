@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from op_cases import check_fences, fenced, make_store, relative_error
-from sparse_cases import SPARSE_CASES, SparseCase, calls, coded, index_of, selected_problem
+from sparse_cases import SPARSE_CASES, SparseCase, calls, code_of, coded, index_of, selected_problem
 
 from torch_kvq import ops
 from torch_kvq.attention.compose import attend_exact, merge
@@ -33,12 +33,6 @@ def isa(request, monkeypatch):
         before = native.set_cpu_isa(request.param)
         yield request.param
         native.set_cpu_isa(before)
-
-
-def code_of(planes: torch.Tensor, dim: int) -> list[int]:
-    """The 4-bit codes in ``planes [4, W]``, with Python's integers."""
-    words = [[word % 2**32 for word in row] for row in planes.tolist()]
-    return [sum((words[j][i // 32] >> i % 32 & 1) << j for j in range(4)) for i in range(dim)]
 
 
 @cases

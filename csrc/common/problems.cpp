@@ -79,11 +79,12 @@ Coding decode_problem(const Tensors &packed, bool along_tokens, int64_t start, c
 
 namespace {
 
-// Heads, rows and counts of attend, qk and pv for queries (or weights) `q`.
-void check_heads(Attention &a, const Tensor &q, const char *name, int64_t heads) {
+// Heads, rows and counts of attend, qk and pv for queries (or weights) `q` and exact keys (or values).
+void check_heads(Attention &a, const Tensor &q, const char *name, const Tensor &exact, const char *exact_name) {
+  int64_t query_heads = size_at(q, 1), heads = size_at(exact, 1);
   a.batch = size_at(q, 0), a.queries = size_at(q, 2), a.heads = heads;
-  int64_t query_heads = size_at(q, 1);
   KVQ_CHECK(q.dim() == 4, name, "have 4 dims", text(q));
+  KVQ_CHECK(exact.dim() == 4, exact_name, "have 4 dims", text(exact));
   KVQ_CHECK(heads > 0 && query_heads % heads == 0, name, "have a multiple of " + std::to_string(heads) + " heads",
             text(q));
   a.group = query_heads / heads, a.rows = a.group * a.queries;
@@ -103,7 +104,7 @@ Attention attend_problem(const Tensor &q, const Tensors &keys, const Tensors &va
   a.scale = (float)scale, a.softcap = (float)softcap, a.normalise = true, a.shared = values.empty();
   int64_t batch = size_at(q, 0), heads = size_at(exact_keys, 1), dim = size_at(q, 3),
           value_dim = a.shared ? dim : size_at(exact_values, 3);
-  check_heads(a, q, "q", heads);
+  check_heads(a, q, "q", exact_keys, "exact_keys");
   KVQ_CHECK(start >= 0 && start <= length, "start", "be from 0 to length", start);
   a.dim = (int)dim, a.value_dim = (int)value_dim;
   a.q = dense_of("q", q, {-1, -1, -1, -1});
@@ -129,7 +130,7 @@ Attention qk_problem(const Tensor &q, const Tensors &keys, const Tensor &exact_k
   Attention a{};
   a.length = length, a.num_sinks = num_sinks, a.exact_len = size_at(exact_keys, 2);
   int64_t batch = size_at(q, 0), heads = size_at(exact_keys, 1), dim = size_at(q, 3);
-  check_heads(a, q, "q", heads);
+  check_heads(a, q, "q", exact_keys, "exact_keys");
   a.dim = (int)dim;
   a.q = dense_of("q", q, {-1, -1, -1, -1});
   a.exact_keys = dense_of("exact_keys", exact_keys, {batch, heads, -1, dim});
@@ -143,7 +144,7 @@ Attention pv_problem(const Tensor &p, const Tensors &values, const Tensor &exact
   Attention a{};
   a.length = length, a.num_sinks = num_sinks, a.exact_len = size_at(exact_values, 2);
   int64_t batch = size_at(p, 0), heads = size_at(exact_values, 1), dim = size_at(exact_values, 3);
-  check_heads(a, p, "p", heads);
+  check_heads(a, p, "p", exact_values, "exact_values");
   a.value_dim = (int)dim;
   a.p = dense_of("p", p, {-1, -1, -1, length + a.exact_len});
   a.exact_values = dense_of("exact_values", exact_values, {batch, heads, -1, dim});
