@@ -147,7 +147,7 @@ def test_a_copy_goes_on_alone(copied, store):
     assert other.stats.selected_tokens == cache.stats.selected_tokens > 0
 
 
-@pytest.mark.parametrize("options", [dict(store="isoquant", audit=True)], ids=["isoquant"])
+@pytest.mark.parametrize("options", [dict(), dict(store="isoquant", audit=True)], ids=["exact", "isoquant"])
 def test_a_compiled_model_counts_what_it_selects(options):
     model, ids = tiny_models.build("llama", "sdpa"), tiny_models.prompt(2, 140, seed=5)
     pieces, caches = [ids[:, :120], *ids[:, 120:].split(1, 1)], [sparse(model.config, top_p=0.7, **options) for _ in range(2)]
