@@ -106,9 +106,12 @@ struct ItemMemory {
   }
   // Eight scores of a row.
   __device__ __forceinline__ __half *unit_at(int r, int unit) const { return scores + r * pitch + unit * PIECE; }
+  // Of the segment, those that are selected: over all that comes before `notes`.
+  __device__ __forceinline__ uint16_t *tokens() const { return (uint16_t *)staged; }
   // Of eight tokens each, which are kept.
   __device__ __forceinline__ uint8_t *kept() const { return (uint8_t *)(cells + SCAN_ROWS * CODES); }
 };
+static_assert(MAX_PARTS * PART * 2 <= STAGED_BYTES + CELL_BYTES, "selected tokens follow masses and bits");
 static_assert(SCAN_ROWS * CODES * 4 + MAX_PARTS * PART / PIECE <= CELL_BYTES, "bits of tokens follow counts");
 
 // Which row of the problem row r of an item is.

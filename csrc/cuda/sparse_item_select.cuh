@@ -162,6 +162,25 @@ struct SelectedWords {
   }
 };
 
+// A segment's selected tokens in shared memory, so that neighbours write neighbours.
+__device__ __forceinline__ void gather_tokens(const ItemMemory &m, const SelectedWords &selected) {
+  uint16_t *tokens = m.tokens() + selected.before;
+#pragma unroll
+  for (int i = 0; i < ITEM_WORDS; i++)
+    for (uint32_t word = selected.words[i]; word; word &= word - 1)
+      *tokens++ = (uint16_t)((selected.first() + i) * 32 + __ffs((int)word) - 1);
+  __syncthreads();
+}
+
+// Writes them behind `before` others, as far as there is room.
+__device__ __forceinline__ void write_tokens(const TopP &p, const SegmentPlace &at, const ItemMemory &m, int count,
+                                             int before) {
+  int b = at.item / (int)p.selection.selections, k = at.item - b * (int)p.selection.selections;
+  int32_t *to = p.selection.indices + b * p.selection.index_stride[0] + k * p.selection.index_stride[1] + before;
+  count = (int)min((int64_t)count, p.selection.capacity - before);
+  for (int i = threadIdx.x; i < count; i += ITEM_THREADS) to[i] = at.first + m.tokens()[i];
+}
+
 // By a warp: tokens selected in the first `count` segments of an item, once they are known.
 __device__ __forceinline__ int selected_in(const uint32_t *ready, int count) {
   int sum = 0;
@@ -205,12 +224,9 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   SelectedWords selected(m, at.parts);
   uint32_t *ready = plan.ready + (int64_t)at.item * plan.segments;
   if (t == 0) add_to(&ready[at.segment], (uint32_t)selected.all + 1);
-  int before = selected_in(ready, at.segment), place = before + selected.before;
-#pragma unroll
-  for (int i = 0; i < ITEM_WORDS; i++) {
-    write_columns(p, at.item, selected.words[i], at.first / 32 + selected.first() + i, place);
-    place += __popc(selected.words[i]);
-  }
+  gather_tokens(m, selected);
+  int before = selected_in(ready, at.segment);
+  write_tokens(p, at, m, selected.all, before);
   if (at.segment == plan.segments - 1 && t == 0) count_of(p, at.item) = before + selected.all;
   if (p.selection.capacity >= p.columns) return;
   if (selected_in(ready, plan.segments) > p.selection.capacity) save_segment(p, plan, m, marks, cuts, selected, rows);
