@@ -1,6 +1,7 @@
 // What the kernels of sparse attention need and CUDA C++ has no name for.
 #pragma once
 
+#include "decode_asm.cuh"
 #include "launches.cuh"
 #include "tiles_asm.cuh"
 
@@ -61,6 +62,12 @@ __device__ __forceinline__ void await_words(uint32_t (&words)[N], const uint32_t
     for (int i = 0; i < N; i++)
       if (i < count) words[i] = fresh(from + i * stride), all = all && words[i];
   } while (!all);
+}
+
+// Clusters of so many CTAs of scan_select, one beside the other, that run at the same time.
+template <class Kernel>
+int count_item_clusters(Kernel kernel, int size, int threads, int bytes) {
+  return count_clusters_at_once(kernel, size, threads, bytes);
 }
 
 }  // namespace cuda

@@ -1,12 +1,14 @@
 // sign_top_p_select in one launch, first part: how the work is cut, and the scores of a segment.
 //
 // An item is a kv head of a sequence, with four rows at most. Its tokens are cut into segments, one a block of threads,
-// which keeps their scores in shared memory until it has written its part of the selection. Blocks of one item add up
-// what they know in memory and wait for each other. They are in the grid one after another, an item's are no more than
-// a quarter of what the device can hold at once, and they wait for none of a later item, so that those they wait for
-// run, also while up to three other streams run this kernel.
+// which keeps their scores in shared memory until it has written its part of the selection. Blocks of one item tell each
+// other what they know. Where there are few and all run at once they are a cluster (sparse_item_share.cuh). Else they
+// add up what they know in memory and wait for each other. They are in the grid one after another, an item's are no more
+// than a quarter of what the device can hold at once, and they wait for none of a later item, so that those they wait
+// for run, also while up to three other streams run this kernel.
 #pragma once
 
+#include "decode_asm.cuh"
 #include "sparse_compact.cuh"
 #include "sparse_words_scan.cuh"
 
@@ -21,8 +23,6 @@ constexpr int FIRST_SMALL = 0x2C00 >> BIN_SHIFT, SMALL_BINS = (0xD400 >> BIN_SHI
 constexpr int WARP_UNITS = PART + WARP, STAGED_BYTES = ITEM_WARPS * WARP_UNITS * 16,  // signs, floats
     CELL_BYTES = SCAN_ROWS * SMALL_BINS * 4;
 
-static_assert(STAGED_BYTES >= SCAN_ROWS * NUM_BINS * 4, "masses of rows follow staged chunks");
-
 using Mass = unsigned long long;
 
 constexpr int AT_ONCE = 4;  // streams that may run this kernel at the same time
@@ -31,7 +31,7 @@ struct ItemNotes {
   RowCut cuts[SCAN_ROWS];
   float least[SCAN_ROWS];  // scores from here on are kept
   float exact[SCAN_ROWS];  // log-sum-exp
-  int sums[ITEM_WARPS], large[SCAN_ROWS];
+  int sums[ITEM_WARPS], large[SCAN_ROWS], selected;
 };
 
 constexpr int NOTE_BYTES = (sizeof(ItemNotes) + 15) / 16 * 16;
@@ -94,7 +94,7 @@ struct SegmentPlace {
 struct ItemMemory {
   uint4 *staged;    // until all is scored
   float *masses;    // [SCAN_ROWS, NUM_BINS] afterwards
-  uint32_t *cells;  // [SCAN_ROWS, SMALL_BINS] of masses, [SCAN_ROWS, CODES] of counts and then bits of tokens
+  uint32_t *cells;  // [SCAN_ROWS, SMALL_BINS] of masses
   ItemNotes *notes;
   __half *scores;  // [SCAN_ROWS, pitch]
   int pitch;
@@ -108,11 +108,13 @@ struct ItemMemory {
   __device__ __forceinline__ __half *unit_at(int r, int unit) const { return scores + r * pitch + unit * PIECE; }
   // Of the segment, those that are selected: over all that comes before `notes`.
   __device__ __forceinline__ uint16_t *tokens() const { return (uint16_t *)staged; }
+  // [SCAN_ROWS, CODES], behind masses.
+  __device__ __forceinline__ uint32_t *counts() const { return (uint32_t *)(masses + SCAN_ROWS * NUM_BINS); }
   // Of eight tokens each, which are kept.
-  __device__ __forceinline__ uint8_t *kept() const { return (uint8_t *)(cells + SCAN_ROWS * CODES); }
+  __device__ __forceinline__ uint8_t *kept() const { return (uint8_t *)(counts() + SCAN_ROWS * CODES); }
 };
 static_assert(MAX_PARTS * PART * 2 <= STAGED_BYTES + CELL_BYTES, "selected tokens follow masses and bits");
-static_assert(SCAN_ROWS * CODES * 4 + MAX_PARTS * PART / PIECE <= CELL_BYTES, "bits of tokens follow counts");
+static_assert(SCAN_ROWS * (NUM_BINS + CODES) * 4 + MAX_PARTS * PART / PIECE <= STAGED_BYTES, "bits follow counts");
 
 // Which row of the problem row r of an item is.
 __device__ __forceinline__ RowPlace row_of_item(const TopP &p, int item, int r) {

@@ -2,7 +2,7 @@
 // every block finds by itself.
 #pragma once
 
-#include "sparse_item.cuh"
+#include "sparse_item_share.cuh"
 
 namespace kvq {
 namespace cuda {
@@ -25,9 +25,9 @@ __device__ __forceinline__ void each_known(const ItemMemory &m, int r, int parts
   }
 }
 
-// Masses of the rows that have scores too large for peaks of bins, relative to their largest score at most. Two more
-// meetings, after the first one.
-__device__ inline void add_large(const ItemPlan &plan, const ItemMemory &m, uint32_t large) {
+// Masses of the rows that have scores too large for peaks of bins, relative to their largest score at most, by way of
+// memory. Two meetings, where blocks have met `met` times so far.
+__device__ inline void add_large(const ItemPlan &plan, const ItemMemory &m, uint32_t large, int met) {
   SegmentPlace at(plan);
   int t = threadIdx.x;
   uint32_t *tops = plan.tops + at.item * SCAN_ROWS;
@@ -41,7 +41,7 @@ __device__ inline void add_large(const ItemPlan &plan, const ItemMemory &m, uint
     if (at.segment == 0)
       for (int i = t; i < NUM_BINS; i += ITEM_THREADS) masses[r * NUM_BINS + i] = 0;
   }
-  meet_blocks(&plan.arrived[at.item], 2 * plan.segments);
+  meet_blocks(&plan.arrived[at.item], (met + 1) * plan.segments);
   for (int r = 0; r < SCAN_ROWS; r++) {
     if (!(large >> r & 1)) continue;
     for (int i = t; i < NUM_BINS; i += ITEM_THREADS) m.cells[i] = 0;
@@ -56,7 +56,7 @@ __device__ inline void add_large(const ItemPlan &plan, const ItemMemory &m, uint
     add_cells(masses + r * NUM_BINS, m.cells, NUM_BINS);
     __syncthreads();
   }
-  meet_blocks(&plan.arrived[at.item], 3 * plan.segments);
+  meet_blocks(&plan.arrived[at.item], (met + 2) * plan.segments);
 }
 
 // What rows have in common: `each` bins a lane from `first` on, masses relative to exp(base).
@@ -81,11 +81,28 @@ struct MassLoads {
   static_assert(ITEM_WARPS % SCAN_ROWS == 0, "whole warps a row");
   Mass sums[STEPS];  // of small scores
 
+  // By way of memory.
   __device__ __forceinline__ MassLoads(const ItemPlan &plan, int item) {
     int r = threadIdx.x / THREADS, t = threadIdx.x % THREADS;
     const Mass *from = plan.masses + (int64_t)(item * SCAN_ROWS + r) * SMALL_BINS + t;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) sums[i] = t + i * THREADS < SMALL_BINS ? fresh(from + i * THREADS) : 0;
+  }
+  // Of a cluster of so many blocks.
+  __device__ __forceinline__ MassLoads(const ItemMemory &m, int blocks) {
+    int r = threadIdx.x / THREADS, t = threadIdx.x % THREADS;
+    const uint32_t *from = m.cells + r * SMALL_BINS + t;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) sums[i] = 0;
+#pragma unroll 2
+    for (int rank = 0; rank < blocks; rank++) {
+      uint32_t cells[STEPS][1] = {};
+#pragma unroll
+      for (int i = 0; i < STEPS; i++)
+        if (t + i * THREADS < SMALL_BINS) words_of(cells[i], from + i * THREADS, rank);
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) sums[i] += cells[i][0];
+    }
   }
   __device__ __forceinline__ void store(const ItemPlan &plan, const ItemMemory &m, int item, int rows,
                                         uint32_t large) const {
@@ -145,25 +162,26 @@ __device__ __forceinline__ RowCut cut_of(const float *masses, const RowBins &bin
 }
 
 // Adds this block's masses to the item's and finds the cuts of its rows. One meeting or three.
+template <bool CLUSTER>
 __device__ __forceinline__ void find_cuts(const TopP &p, const ItemPlan &plan, const ItemMemory &m, int rows) {
   SegmentPlace at(plan);
   int t = threadIdx.x, warp = warp_id();
-  float exact = 0;
+  if (!CLUSTER) add_cells(plan.masses + (int64_t)at.item * SCAN_ROWS * SMALL_BINS, m.cells, rows * SMALL_BINS);
   if (t < rows) {
     RowPlace row = row_of_item(p, at.item, t);
-    exact = fresh(p.exact_lse + row.b * p.lse_stride[0] + row.hq * p.lse_stride[1] + row.m * p.lse_stride[2]);
+    m.notes->exact[t] =
+        fresh(p.exact_lse + row.b * p.lse_stride[0] + row.hq * p.lse_stride[1] + row.m * p.lse_stride[2]);
+    if (!CLUSTER && m.notes->large[t]) atomicOr(&plan.large[at.item], 1u << t);
   }
-  add_cells(plan.masses + (int64_t)at.item * SCAN_ROWS * SMALL_BINS, m.cells, rows * SMALL_BINS);
-  if (t < rows) {
-    m.notes->exact[t] = exact;
-    if (m.notes->large[t]) atomicOr(&plan.large[at.item], 1u << t);
-  }
-  meet_blocks(&plan.arrived[at.item], (uint32_t)plan.segments);
-  uint32_t large = fresh(&plan.large[at.item]);
-  MassLoads loads(plan, at.item);
-  if (large) add_large(plan, m, large);
+  if (CLUSTER)
+    meet_cluster();
+  else
+    meet_blocks(&plan.arrived[at.item], (uint32_t)plan.segments);
+  uint32_t large = CLUSTER ? large_rows(m, plan.segments) : fresh(&plan.large[at.item]);
+  MassLoads loads = CLUSTER ? MassLoads(m, plan.segments) : MassLoads(plan, at.item);
+  if (large) add_large(plan, m, large, CLUSTER ? 0 : 1);
   static_assert(ITEM_THREADS >= SCAN_ROWS * CODES, "a thread has one count");
-  if (t < SCAN_ROWS * CODES) m.cells[t] = 0;
+  if (t < SCAN_ROWS * CODES) m.counts()[t] = 0;
   loads.store(plan, m, at.item, rows, large);
   __syncthreads();
   if (warp < rows) {

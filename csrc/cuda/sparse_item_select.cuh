@@ -74,7 +74,7 @@ struct UnitMarks {
     });
     each_unit(parts, [&](int unit, int step) {
       m.kept()[unit] = (uint8_t)keep[step];
-      each(m, of[step], unit, [&](int r, int, __half x) { atomicAdd(&m.cells[r * CODES + code_of(x)], 1u); });
+      each(m, of[step], unit, [&](int r, int, __half x) { atomicAdd(&m.counts()[r * CODES + code_of(x)], 1u); });
       of[step] &= ~(keep[step] * 0x01010101u);
     });
   }
@@ -98,10 +98,23 @@ struct CodeCounts {
   static_assert(MAX_PARTS * PART < 0xffff, "two counts a word");
   uint32_t lower, upper;
 
+  static __device__ __forceinline__ const uint32_t *own(const ItemMemory &m, int r) {
+    return m.counts() + (r + 1) * CODES - 2 - 2 * lane_id();
+  }
+  // Of a cluster of so many blocks.
+  __device__ __forceinline__ CodeCounts(const ItemMemory &m, int r, int blocks) : lower(0), upper(0) {
+#pragma unroll 2
+    for (int rank = 0; rank < blocks; rank++) {
+      uint32_t two[2];
+      words_of(two, own(m, r), rank);
+      lower += two[0], upper += two[1];
+    }
+  }
+  // By way of memory.
   __device__ __forceinline__ CodeCounts(const ItemPlan &plan, const SegmentPlace &at, const ItemMemory &m, int r) {
     int lane = lane_id();
-    uint2 own = *(const uint2 *)(m.cells + (r + 1) * CODES - 2 - 2 * lane);
-    lower = own.x, upper = own.y;
+    uint2 two = *(const uint2 *)own(m, r);
+    lower = two.x, upper = two.y;
     if (plan.segments == 1) return;
     uint32_t *counts = plan.counts + ((int64_t)at.item * plan.segments * SCAN_ROWS + r) * WARP + lane;
     add_to(&counts[at.segment * SCAN_ROWS * WARP], (lower | upper << 16) + ONES);
@@ -120,14 +133,19 @@ struct CodeCounts {
 };
 
 // Scores from notes->least[r] on are kept: of the bin of the cut, as many as are needed in the whole item.
+template <bool CLUSTER>
 __device__ __forceinline__ void find_least(const ItemPlan &plan, const ItemMemory &m, int rows) {
   int warp = warp_id();
-  __syncthreads();  // all codes of this block are counted
+  if (CLUSTER)
+    meet_cluster();
+  else
+    __syncthreads();  // all codes of this block are counted
   if (warp < rows) {
     RowCut cut = m.notes->cuts[warp];
     float least = cut.sure;
     if (cut.edge < cut.sure) {
-      CodeCounts counts(plan, SegmentPlace(plan), m, warp);
+      CodeCounts counts =
+          CLUSTER ? CodeCounts(m, warp, plan.segments) : CodeCounts(plan, SegmentPlace(plan), m, warp);
       least = least_kept(cut, [&](int code) { return code % 2 ? counts.upper : counts.lower; });
     }
     if (lane_id() == 0) m.notes->least[warp] = least;
@@ -181,12 +199,29 @@ __device__ __forceinline__ void write_tokens(const TopP &p, const SegmentPlace &
   for (int i = threadIdx.x; i < count; i += ITEM_THREADS) to[i] = at.first + m.tokens()[i];
 }
 
-// By a warp: tokens selected in the first `count` segments of an item, once they are known.
-__device__ __forceinline__ int selected_in(const uint32_t *ready, int count) {
-  int sum = 0;
-  for (int i = lane_id(); i < count; i += WARP) sum += (int)awaited(&ready[i]) - 1;
-  return __reduce_add_sync(ALL_LANES, sum);
-}
+// How many tokens the segments of an item have selected.
+template <bool CLUSTER>
+struct SelectedCounts {
+  const uint32_t *ready;  // by way of memory
+  const int *selected;    // of a cluster
+
+  // Tells those of this block, by all of its threads.
+  __device__ __forceinline__ SelectedCounts(const ItemPlan &plan, const SegmentPlace &at, const ItemMemory &m, int all)
+      : ready(plan.ready + (int64_t)at.item * plan.segments), selected(&m.notes->selected) {
+    if (threadIdx.x == 0) CLUSTER ? (void)(m.notes->selected = all) : tell(at.segment, all);
+    if (CLUSTER) meet_cluster();
+  }
+  __device__ __forceinline__ void tell(int segment, int all) const {
+    add_to((uint32_t *)&ready[segment], (uint32_t)all + 1);
+  }
+  // By a warp: of the first `count` segments, once they are known.
+  __device__ __forceinline__ int of_first(int count) const {
+    if (CLUSTER) return sum_of_words(selected, count);
+    int sum = 0;
+    for (int i = lane_id(); i < count; i += WARP) sum += (int)awaited(&ready[i]) - 1;
+    return __reduce_add_sync(ALL_LANES, sum);
+  }
+};
 
 // For `cap`, where a selection has no room: the words, scores and cuts of this block's segment.
 __device__ inline void save_segment(const TopP &p, const ItemPlan &plan, const ItemMemory &m, const Marks &marks,
@@ -206,30 +241,31 @@ __device__ inline void save_segment(const TopP &p, const ItemPlan &plan, const I
 }
 
 // The next kernel begins where blocks of this one have ended; it takes care that its own are spread evenly.
+template <bool CLUSTER>
 __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
     scan_select(const __grid_constant__ SignScan s, const __grid_constant__ TopP p,
                 const __grid_constant__ ItemPlan plan, RowCut *cuts, const __grid_constant__ Marks marks) {
   extern __shared__ uint4 memory[];
   ItemMemory m(memory, plan);
-  int t = threadIdx.x, rows = (int)(s.group * s.queries);
+  int rows = (int)(s.group * s.queries);
   scan_segment(s, plan, m);
   wait_for_kernels_ahead(), let_next_kernel_begin();  // only now, see clear_items
   __syncthreads();
-  find_cuts(p, plan, m, rows);
+  find_cuts<CLUSTER>(p, plan, m, rows);
   SegmentPlace at(plan);
   UnitMarks unit_marks(m, at.parts, rows);
-  find_least(plan, m, rows);
+  find_least<CLUSTER>(plan, m, rows);
   unit_marks.settle(m, at.parts);
   __syncthreads();
   SelectedWords selected(m, at.parts);
-  uint32_t *ready = plan.ready + (int64_t)at.item * plan.segments;
-  if (t == 0) add_to(&ready[at.segment], (uint32_t)selected.all + 1);
+  SelectedCounts<CLUSTER> counts(plan, at, m, selected.all);
   gather_tokens(m, selected);
-  int before = selected_in(ready, at.segment);
+  int before = counts.of_first(at.segment), all = counts.of_first(p.selection.capacity < p.columns ? plan.segments : 0);
+  if (CLUSTER) arrive_in_cluster();  // nothing more is read of others
   write_tokens(p, at, m, selected.all, before);
-  if (at.segment == plan.segments - 1 && t == 0) count_of(p, at.item) = before + selected.all;
-  if (p.selection.capacity >= p.columns) return;
-  if (selected_in(ready, plan.segments) > p.selection.capacity) save_segment(p, plan, m, marks, cuts, selected, rows);
+  if (at.segment == plan.segments - 1 && threadIdx.x == 0) count_of(p, at.item) = before + selected.all;
+  if (all > p.selection.capacity) save_segment(p, plan, m, marks, cuts, selected, rows);
+  if (CLUSTER) wait_for_cluster();  // nothing more is read of this block
 }
 
 }  // namespace cuda

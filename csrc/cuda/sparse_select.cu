@@ -1,6 +1,9 @@
 // top_p_select: two reads of the scores and no sort. Masses of bins, the bin of the cut, marks, the cut within the bin,
 // indices: four launches, each of which begins while the last one ends; one more for scores that are not float16 codes,
 // and where the capacity may be exceeded. With the scan in one launch, for up to four rows a kv head: sparse_item.cuh.
+#include <array>
+
+#include "devices.h"
 #include "sparse_item_select.cuh"
 #include "sparse_near.h"
 #include "sparse_scan_masses.cuh"
@@ -76,6 +79,18 @@ ItemRoom item_room(int num_multiprocessors) {
   return {num_multiprocessors * ITEM_CTAS, parts < MAX_PARTS ? parts : MAX_PARTS};
 }
 
+// Whether the blocks of each of so many items are a cluster, all of them at the same time.
+bool fit_clusters(int segments, int items) {
+  if (segments < 2 || segments > MAX_ITEM_CLUSTER) return false;
+  auto at_once = once_a_device([] {
+    std::array<int, MAX_ITEM_CLUSTER + 1> counts{};
+    for (int n = 2; n <= MAX_ITEM_CLUSTER; n++)
+      counts[n] = count_item_clusters(scan_select<true>, n, ITEM_THREADS, item_bytes(MAX_PARTS));
+    return counts;
+  });
+  return items <= at_once[segments];
+}
+
 // Scan and selection in one launch, of what scan_select takes.
 struct ItemCall {
   ItemPlan plan;
@@ -113,8 +128,11 @@ struct ItemCall {
   }
   // Behind a kernel that clears.
   void launch(const SignScan &s, const TopP &p, cudaStream_t stream) const {
-    launch_behind(scan_select, dim3((unsigned)(plan.items * plan.segments)), ITEM_THREADS,
-                  item_bytes(plan.segment_parts), stream, s, p, plan, cuts, marks);
+    bool clusters = fit_clusters(plan.segments, plan.items);
+    launch_clusters_behind(clusters ? scan_select<true> : scan_select<false>,
+                           dim3((unsigned)(plan.items * plan.segments)),
+                           dim3(clusters ? (unsigned)plan.segments : 1u), ITEM_THREADS, item_bytes(plan.segment_parts),
+                           stream, s, p, plan, cuts, marks);
     if (p.selection.capacity < p.columns)
       launch_behind(cap, dim3((unsigned)plan.items), CAP_THREADS, 0, stream, p, cuts, marks);
   }

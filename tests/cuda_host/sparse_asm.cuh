@@ -56,5 +56,11 @@ inline void mma_bits(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, const in
   });
 }
 
+// As if a cluster may be of any blocks.
+template <class Kernel>
+int count_item_clusters(Kernel, int size, int, int) {
+  return emulated::has_clusters() ? emulated::num_multiprocessors() / size : 0;
+}
+
 }  // namespace cuda
 }  // namespace kvq
