@@ -32,6 +32,7 @@ struct ItemNotes {
   float least[SCAN_ROWS];  // scores from here on are kept
   float exact[SCAN_ROWS];  // log-sum-exp
   int sums[ITEM_WARPS], large[SCAN_ROWS], selected;
+  uint32_t own_tops[SCAN_ROWS], tops[SCAN_ROWS];  // largest scores of rows with large ones, of this block and of the item
 };
 
 constexpr int NOTE_BYTES = (sizeof(ItemNotes) + 15) / 16 * 16;
@@ -57,6 +58,7 @@ struct ItemRoom {
 struct ItemPlan {
   int parts, segment_parts, segments, items, slots;
   bool codes_ahead;    // the kernel ahead codes the queries: nothing is scored before it has ended
+  bool all_ahead;      // nothing is read before
   Mass *masses;        // [items, SCAN_ROWS, SMALL_BINS], relative to the peaks of bins and times 1 / unit
   Mass *large_masses;  // [items, SCAN_ROWS, NUM_BINS] of rows with larger scores, relative to no more than the largest
   uint32_t *counts;    // [items, segments, SCAN_ROWS, WARP]: scores of two codes of the bin of the cut, one more each
@@ -67,7 +69,7 @@ struct ItemPlan {
 
   // As many segments as begin at once, in as few turns as possible.
   ItemPlan(const SignScan &s, const ItemRoom &room) : slots(room.blocks) {
-    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads), segments = 0, codes_ahead = false;
+    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads), segments = 0, codes_ahead = all_ahead = false;
     if (room.parts < ITEM_WARPS || slots < 1) return;
     int64_t least = ceil_div(parts, room.parts), turns = ceil_div(items * least, slots), wanted = turns * slots / items;
     if (wanted > slots / AT_ONCE) wanted = slots / AT_ONCE;
@@ -207,7 +209,7 @@ struct FloatScaling {
 // By all threads of a block: no masses and no large scores.
 __device__ __forceinline__ void clear_cells(const ItemMemory &m) {
   for (int i = threadIdx.x; i < CELL_BYTES / 16; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x < SCAN_ROWS) m.notes->large[threadIdx.x] = 0;
+  if (threadIdx.x < SCAN_ROWS) m.notes->large[threadIdx.x] = 0, m.notes->own_tops[threadIdx.x] = 0;
   __syncthreads();
 }
 
@@ -226,6 +228,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   auto tokens_left = [&] {  // rarely needed
     return (int)s.tokens - SegmentPlace(plan).first - (to - (lane_id() & 3) * m.pitch - 8 * (lane_id() >> 2));
   };
+  if (plan.all_ahead) wait_for_kernels_ahead();
   if (left > 0) source.bring(staged, tokens_left(), lane);
   close_copies();
   clear_cells(m);  // while the first copies are under way

@@ -25,47 +25,13 @@ __device__ __forceinline__ void each_known(const ItemMemory &m, int r, int parts
   }
 }
 
-// Masses of the rows that have scores too large for peaks of bins, relative to their largest score at most, by way of
-// memory. Two meetings, where blocks have met `met` times so far.
-__device__ inline void add_large(const ItemPlan &plan, const ItemMemory &m, uint32_t large, int met) {
-  SegmentPlace at(plan);
-  int t = threadIdx.x;
-  uint32_t *tops = plan.tops + at.item * SCAN_ROWS;
-  Mass *masses = plan.large_masses + (int64_t)at.item * SCAN_ROWS * NUM_BINS;
-  for (int r = 0; r < SCAN_ROWS; r++) {
-    if (!(large >> r & 1)) continue;
-    float top = -INFINITY;
-    each_known(m, r, at.parts, [&](float x) { top = fmaxf(top, x); });
-    top = warp_max(top);
-    if (lane_id() == 0) atomicMax(&tops[r], ordered_bits(top));
-    if (at.segment == 0)
-      for (int i = t; i < NUM_BINS; i += ITEM_THREADS) masses[r * NUM_BINS + i] = 0;
-  }
-  meet_blocks(&plan.arrived[at.item], (met + 1) * plan.segments);
-  for (int r = 0; r < SCAN_ROWS; r++) {
-    if (!(large >> r & 1)) continue;
-    for (int i = t; i < NUM_BINS; i += ITEM_THREADS) m.cells[i] = 0;
-    __syncthreads();
-    float top = score_of_bits(fresh(&tops[r])), unit = plan.unit();
-    each_known(m, r, at.parts, [&](float x) {
-      int bin = bin_of(x);
-      float relative = fast_exp2((x - fminf(edge_of(bin + 1), top)) * LOG2_E);
-      atomicAdd(&m.cells[bin], (uint32_t)__float2int_rn(relative * unit));
-    });
-    __syncthreads();
-    add_cells(masses + r * NUM_BINS, m.cells, NUM_BINS);
-    __syncthreads();
-  }
-  meet_blocks(&plan.arrived[at.item], (met + 2) * plan.segments);
-}
-
 // What rows have in common: `each` bins a lane from `first` on, masses relative to exp(base).
 struct RowBins {
   int first, each;
   float base, top;
-  __device__ __forceinline__ RowBins(const ItemPlan &plan, const ItemMemory &m, int item, int r, bool large) {
+  __device__ __forceinline__ RowBins(const ItemMemory &m, int r, bool large) {
     first = large ? 0 : FIRST_SMALL, each = (large ? NUM_BINS : SMALL_BINS) / WARP;
-    top = large ? score_of_bits(fresh(&plan.tops[item * SCAN_ROWS + r])) : 0;
+    top = large ? score_of_bits(m.notes->tops[r]) : 0;
     float exact = m.notes->exact[r];
     base = top > exact ? top : exact;
   }
@@ -73,6 +39,73 @@ struct RowBins {
 
 __device__ __forceinline__ float mass_of(Mass sum, float peak, float base, float unit) {
   return sum ? (float)sum * (1 / unit) * fast_exp2((peak - base) * LOG2_E) : 0;
+}
+
+// The largest scores of such rows, in notes->tops. A meeting, the second one by way of memory.
+template <bool CLUSTER>
+__device__ inline void find_tops(const ItemPlan &plan, const ItemMemory &m, uint32_t large) {
+  SegmentPlace at(plan);
+  int t = threadIdx.x;
+  uint32_t *tops = plan.tops + at.item * SCAN_ROWS;
+  for (int r = 0; r < SCAN_ROWS; r++) {
+    if (!(large >> r & 1)) continue;
+    float top = -INFINITY;
+    each_known(m, r, at.parts, [&](float x) { top = fmaxf(top, x); });
+    top = warp_max(top);
+    if (lane_id() == 0) atomicMax(CLUSTER ? &m.notes->own_tops[r] : &tops[r], ordered_bits(top));
+    if (!CLUSTER && at.segment == 0)
+      for (int i = t; i < NUM_BINS; i += ITEM_THREADS)
+        plan.large_masses[((int64_t)at.item * SCAN_ROWS + r) * NUM_BINS + i] = 0;
+  }
+  if (CLUSTER)
+    meet_cluster();
+  else
+    meet_blocks(&plan.arrived[at.item], 2 * plan.segments);
+  if (t < SCAN_ROWS) {
+    uint32_t top = 0;
+    if (CLUSTER)
+      each_word(&m.notes->own_tops[t], plan.segments, [&](uint32_t x) { top = max(top, x); });
+    else
+      top = fresh(&tops[t]);
+    m.notes->tops[t] = top;
+  }
+  __syncthreads();
+}
+
+// Masses of the rows that have scores too large for peaks of bins, relative to their largest score at most: those of a
+// cluster go to m.masses, others by way of memory, two more meetings.
+template <bool CLUSTER>
+__device__ inline void add_large(const ItemPlan &plan, const ItemMemory &m, uint32_t large) {
+  SegmentPlace at(plan);
+  int t = threadIdx.x;
+  Mass *masses = plan.large_masses + (int64_t)at.item * SCAN_ROWS * NUM_BINS;
+  find_tops<CLUSTER>(plan, m, large);
+  for (int r = 0; r < SCAN_ROWS; r++) {
+    if (!(large >> r & 1)) continue;
+    for (int i = t; i < NUM_BINS; i += ITEM_THREADS) m.cells[i] = 0;
+    __syncthreads();
+    float top = score_of_bits(m.notes->tops[r]), unit = plan.unit();
+    each_known(m, r, at.parts, [&](float x) {
+      int bin = bin_of(x);
+      float relative = fast_exp2((x - fminf(edge_of(bin + 1), top)) * LOG2_E);
+      atomicAdd(&m.cells[bin], (uint32_t)__float2int_rn(relative * unit));
+    });
+    if (!CLUSTER) {
+      __syncthreads();
+      add_cells(masses + r * NUM_BINS, m.cells, NUM_BINS);
+      __syncthreads();
+      continue;
+    }
+    meet_cluster();
+    RowBins bins(m, r, true);
+    for (int i = t; i < NUM_BINS; i += ITEM_THREADS) {
+      Mass sum = 0;
+      each_word(m.cells + i, plan.segments, [&](uint32_t x) { sum += x; });
+      m.masses[r * NUM_BINS + i] = mass_of(sum, fminf(edge_of(i + 1), top), bins.base, unit);
+    }
+    meet_cluster();  // before the cells of another row
+  }
+  if (!CLUSTER) meet_blocks(&plan.arrived[at.item], 3 * plan.segments);
 }
 
 // The masses of the item's rows, on their way to shared memory; a row is that of some warps.
@@ -104,12 +137,14 @@ struct MassLoads {
       for (int i = 0; i < STEPS; i++) sums[i] += cells[i][0];
     }
   }
-  __device__ __forceinline__ void store(const ItemPlan &plan, const ItemMemory &m, int item, int rows,
-                                        uint32_t large) const {
+  // Large ones come from memory, unless they are there (`cluster`).
+  __device__ __forceinline__ void store(const ItemPlan &plan, const ItemMemory &m, int item, int rows, uint32_t large,
+                                        bool cluster) const {
     int r = threadIdx.x / THREADS, t = threadIdx.x % THREADS;
     if (r >= rows) return;
     bool is_large = large >> r & 1;
-    RowBins bins(plan, m, item, r, is_large);
+    if (is_large && cluster) return;
+    RowBins bins(m, r, is_large);
     float unit = plan.unit(), *to = m.masses + r * NUM_BINS;
     if (is_large) {
       const Mass *from = plan.large_masses + (int64_t)(item * SCAN_ROWS + r) * NUM_BINS;
@@ -179,13 +214,13 @@ __device__ __forceinline__ void find_cuts(const TopP &p, const ItemPlan &plan, c
     meet_blocks(&plan.arrived[at.item], (uint32_t)plan.segments);
   uint32_t large = CLUSTER ? large_rows(m, plan.segments) : fresh(&plan.large[at.item]);
   MassLoads loads = CLUSTER ? MassLoads(m, plan.segments) : MassLoads(plan, at.item);
-  if (large) add_large(plan, m, large, CLUSTER ? 0 : 1);
+  if (large) add_large<CLUSTER>(plan, m, large);
   static_assert(ITEM_THREADS >= SCAN_ROWS * CODES, "a thread has one count");
   if (t < SCAN_ROWS * CODES) m.counts()[t] = 0;
-  loads.store(plan, m, at.item, rows, large);
+  loads.store(plan, m, at.item, rows, large, CLUSTER);
   __syncthreads();
   if (warp < rows) {
-    RowBins bins(plan, m, at.item, warp, large >> warp & 1);
+    RowBins bins(m, warp, large >> warp & 1);
     RowCut cut = cut_of(m.masses + warp * NUM_BINS, bins, m.notes->exact[warp], p.top_p);
     if (lane_id() == 0) m.notes->cuts[warp] = cut;
   }

@@ -115,7 +115,6 @@ struct CodeCounts {
     int lane = lane_id();
     uint2 two = *(const uint2 *)own(m, r);
     lower = two.x, upper = two.y;
-    if (plan.segments == 1) return;
     uint32_t *counts = plan.counts + ((int64_t)at.item * plan.segments * SCAN_ROWS + r) * WARP + lane;
     add_to(&counts[at.segment * SCAN_ROWS * WARP], (lower | upper << 16) + ONES);
     lower = upper = 0;

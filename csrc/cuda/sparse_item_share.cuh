@@ -21,6 +21,16 @@ __device__ __forceinline__ void words_of(uint32_t (&to)[N], const void *x, int r
   for (int i = 0; i < N; i++) to[i] = __float_as_uint(words[i]);
 }
 
+template <class Use>
+__device__ __forceinline__ void each_word(const uint32_t *x, int blocks, Use use) {
+#pragma unroll 2
+  for (int rank = 0; rank < blocks; rank++) {
+    uint32_t word[1];
+    words_of(word, x, rank);
+    use(word[0]);
+  }
+}
+
 // By a warp: the sum of a word of the first `count` blocks of the cluster.
 __device__ __forceinline__ int sum_of_words(const int *x, int count) {
   uint32_t word[1] = {};

@@ -79,9 +79,9 @@ ItemRoom item_room(int num_multiprocessors) {
   return {num_multiprocessors * ITEM_CTAS, parts < MAX_PARTS ? parts : MAX_PARTS};
 }
 
-// Whether the blocks of each of so many items are a cluster, all of them at the same time.
+// Whether the blocks of each of so many items are a cluster, all of them at the same time. One block always is.
 bool fit_clusters(int segments, int items) {
-  if (segments < 2 || segments > MAX_ITEM_CLUSTER) return false;
+  if (segments < 2 || segments > MAX_ITEM_CLUSTER) return segments == 1;
   auto at_once = once_a_device([] {
     std::array<int, MAX_ITEM_CLUSTER + 1> counts{};
     for (int n = 2; n <= MAX_ITEM_CLUSTER; n++)
@@ -98,6 +98,7 @@ struct ItemCall {
   RowCut *cuts;
   char *cleared;
   int64_t cleared_bytes, bytes;
+  bool clusters;
 
   static bool takes(const SignScan &s, const TopP &p, int num_multiprocessors) {
     return in_words(s) && s.index.sign_stride[2] == 4 && s.out.dtype == FLOAT16 && !p.mask.data &&
@@ -105,30 +106,35 @@ struct ItemCall {
            ItemPlan(s, item_room(num_multiprocessors)).fits();
   }
   ItemCall(const SignScan &s, const TopP &p, int num_multiprocessors, char *scratch)
-      : plan(s, item_room(num_multiprocessors)), marks{}, cleared(scratch), bytes(0) {
+      : plan(s, item_room(num_multiprocessors)), marks{}, cleared_bytes(0), bytes(0) {
+    clusters = fit_clusters(plan.segments, plan.items);
     int64_t items = plan.items;
     auto take = [&](int64_t count, int64_t size) {
       char *at = scratch + bytes;
       bytes += round_up(count * size, 256);
       return at;
     };
+    cuts = (RowCut *)take(p.batch * p.query_heads * p.queries, sizeof(RowCut));
+    marks.words = (int)ceil_div(p.columns, 32), marks.kept = (uint32_t *)take(items * marks.words, 4);
+    cleared = scratch + bytes;
+    if (clusters) return;
     plan.masses = (Mass *)take(items * SCAN_ROWS * SMALL_BINS, sizeof(Mass));
     plan.counts = (uint32_t *)take(items * plan.segments * SCAN_ROWS * WARP, 4),
     plan.tops = (uint32_t *)take(items * SCAN_ROWS, 4);
     plan.large = (uint32_t *)take(items, 4), plan.arrived = (uint32_t *)take(items, 4);
-    plan.ready = (uint32_t *)take(items * plan.segments, 4), cleared_bytes = bytes;
+    plan.ready = (uint32_t *)take(items * plan.segments, 4), cleared_bytes = scratch + bytes - cleared;
     plan.large_masses = (Mass *)take(items * SCAN_ROWS * NUM_BINS, sizeof(Mass));
-    cuts = (RowCut *)take(p.batch * p.query_heads * p.queries, sizeof(RowCut));
-    marks.words = (int)ceil_div(p.columns, 32), marks.kept = (uint32_t *)take(items * marks.words, 4);
   }
-  void clear(int num_multiprocessors, cudaStream_t stream) const {
+  // A cluster needs nothing to add up in, but then no kernel ahead has waited for those before it.
+  void clear(int num_multiprocessors, cudaStream_t stream) {
+    plan.all_ahead = clusters;
+    if (clusters) return;
     int64_t units = cleared_bytes / (int64_t)sizeof(uint4), blocks = ceil_div(units, CLEAR_THREADS);
     launch_behind(clear_items, dim3((unsigned)(blocks < num_multiprocessors ? blocks : num_multiprocessors)),
                   CLEAR_THREADS, 0, stream, (uint4 *)cleared, (int)units);
   }
-  // Behind a kernel that clears.
+  // Behind `clear` or a kernel that clears and codes the queries.
   void launch(const SignScan &s, const TopP &p, cudaStream_t stream) const {
-    bool clusters = fit_clusters(plan.segments, plan.items);
     launch_clusters_behind(clusters ? scan_select<true> : scan_select<false>,
                            dim3((unsigned)(plan.items * plan.segments)),
                            dim3(clusters ? (unsigned)plan.segments : 1u), ITEM_THREADS, item_bytes(plan.segment_parts),
