@@ -213,8 +213,18 @@ __device__ __forceinline__ void clear_cells(const ItemMemory &m) {
   __syncthreads();
 }
 
-// Scores of a segment and the masses of their bins. Signs of tokens follow each other.
-__device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &plan, const ItemMemory &m) {
+// By the first threads: the log-sum-exp of the exact tokens, a row each.
+__device__ __forceinline__ void load_exact(const TopP &p, const ItemPlan &plan, const ItemMemory &m, int rows) {
+  int r = threadIdx.x;
+  if (r >= rows) return;
+  RowPlace row = row_of_item(p, SegmentPlace(plan).item, r);
+  m.notes->exact[r] = fresh(p.exact_lse + row.b * p.lse_stride[0] + row.hq * p.lse_stride[1] + row.m * p.lse_stride[2]);
+}
+
+// Scores of a segment and the masses of their bins, and what is known of the exact tokens. Signs of tokens follow each
+// other.
+__device__ __forceinline__ void scan_segment(const SignScan &s, const TopP &p, const ItemPlan &plan,
+                                             const ItemMemory &m) {
   int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
   SegmentPlace block(plan);
   int part = block.parts * warp / ITEM_WARPS, left = block.parts * (warp + 1) / ITEM_WARPS - part;
@@ -234,6 +244,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const ItemPlan &
   clear_cells(m);  // while the first copies are under way
   if (plan.codes_ahead) wait_for_kernels_ahead();
   ScanQueries<__half> queries(s, at, lane);
+  load_exact(p, plan, m, (int)(s.group * s.queries));
   bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());
   const int slot = opaque(first_slot(lane)),

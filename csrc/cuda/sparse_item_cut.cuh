@@ -202,12 +202,7 @@ __device__ __forceinline__ void find_cuts(const TopP &p, const ItemPlan &plan, c
   SegmentPlace at(plan);
   int t = threadIdx.x, warp = warp_id();
   if (!CLUSTER) add_cells(plan.masses + (int64_t)at.item * SCAN_ROWS * SMALL_BINS, m.cells, rows * SMALL_BINS);
-  if (t < rows) {
-    RowPlace row = row_of_item(p, at.item, t);
-    m.notes->exact[t] =
-        fresh(p.exact_lse + row.b * p.lse_stride[0] + row.hq * p.lse_stride[1] + row.m * p.lse_stride[2]);
-    if (!CLUSTER && m.notes->large[t]) atomicOr(&plan.large[at.item], 1u << t);
-  }
+  if (!CLUSTER && t < rows && m.notes->large[t]) atomicOr(&plan.large[at.item], 1u << t);
   if (CLUSTER)
     meet_cluster();
   else

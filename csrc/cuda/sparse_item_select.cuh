@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   extern __shared__ uint4 memory[];
   ItemMemory m(memory, plan);
   int rows = (int)(s.group * s.queries);
-  scan_segment(s, plan, m);
+  scan_segment(s, p, plan, m);
   wait_for_kernels_ahead(), let_next_kernel_begin();  // only now, see clear_items
   __syncthreads();
   find_cuts<CLUSTER>(p, plan, m, rows);
