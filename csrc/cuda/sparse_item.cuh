@@ -174,9 +174,9 @@ struct PartSource {
   }
   __device__ __forceinline__ void step() { signs += 4 * PART, halves += PART; }
   __device__ __forceinline__ void bring_all(uint4 *to) {
-    copy_async<16>(to + slot, signs);
-    copy_async<16>(to + (slot ^ 4) + WARP, signs + 4 * WARP);
-    loaded = fresh((const unsigned long long *)halves);
+    copy_once(to + slot, signs);
+    copy_once(to + (slot ^ 4) + WARP, signs + 4 * WARP);
+    loaded = fresh_once(halves);
   }
   // The first `count` of a part.
   __device__ __forceinline__ void bring(uint4 *to, int count, int lane) {

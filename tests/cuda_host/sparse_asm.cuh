@@ -12,6 +12,9 @@ T fresh(const T *x) {
   return *x;
 }
 
+inline void copy_once(void *shared, const void *global) { copy_async<16>(shared, global); }
+inline unsigned long long fresh_once(const void *x) { return *(const unsigned long long *)x; }
+
 template <class T>
 void add_to(T *to, T x) {
   atomicAdd(to, x);
