@@ -183,6 +183,15 @@ __device__ __forceinline__ void load_in_cluster(float (&to)[N], uint32_t address
 }
 #undef KVQ_LOAD_SHARED
 
+// A word to an address in the cluster, seen behind the next barrier.
+__device__ __forceinline__ void store_in_cluster(uint32_t address, int x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+#else
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+#endif
+}
+
 // A place in shared memory that counts bytes which arrive. `count` is 8 bytes; one thread opens it.
 __device__ __forceinline__ void open_for_bytes(uint32_t count, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900

@@ -25,13 +25,15 @@ constexpr int WARP_UNITS = PART + WARP, STAGED_BYTES = ITEM_WARPS * WARP_UNITS *
 
 using Mass = unsigned long long;
 
-constexpr int AT_ONCE = 4;  // streams that may run this kernel at the same time
+constexpr int AT_ONCE = 4;           // streams that may run this kernel at the same time
+constexpr int MAX_ITEM_CLUSTER = 8;  // what every device with clusters has
 
 struct ItemNotes {
   RowCut cuts[SCAN_ROWS];
   float least[SCAN_ROWS];  // scores from here on are kept
   float exact[SCAN_ROWS];  // log-sum-exp
-  int sums[ITEM_WARPS], large[SCAN_ROWS], selected;
+  int sums[ITEM_WARPS], large[SCAN_ROWS];
+  int selected[MAX_ITEM_CLUSTER];  // by each block of the cluster
   uint32_t own_tops[SCAN_ROWS], tops[SCAN_ROWS];  // largest scores of rows with large ones, of this block and of the item
 };
 

@@ -201,23 +201,21 @@ __device__ __forceinline__ void write_tokens(const TopP &p, const SegmentPlace &
 // How many tokens the segments of an item have selected.
 template <bool CLUSTER>
 struct SelectedCounts {
-  const uint32_t *ready;  // by way of memory
-  const int *selected;    // of a cluster
+  uint32_t *ready;      // by way of memory
+  const int *selected;  // of a cluster, in each of its blocks
 
   // Tells those of this block, by all of its threads.
   __device__ __forceinline__ SelectedCounts(const ItemPlan &plan, const SegmentPlace &at, const ItemMemory &m, int all)
-      : ready(plan.ready + (int64_t)at.item * plan.segments), selected(&m.notes->selected) {
-    if (threadIdx.x == 0) CLUSTER ? (void)(m.notes->selected = all) : tell(at.segment, all);
+      : ready(plan.ready + (int64_t)at.item * plan.segments), selected(m.notes->selected) {
+    int t = threadIdx.x;
+    if (!CLUSTER && t == 0) add_to(&ready[at.segment], (uint32_t)all + 1);
+    if (CLUSTER && t < plan.segments) store_in_cluster(address_in_cluster(shared_address(&selected[at.segment]), t), all);
     if (CLUSTER) meet_cluster();
-  }
-  __device__ __forceinline__ void tell(int segment, int all) const {
-    add_to((uint32_t *)&ready[segment], (uint32_t)all + 1);
   }
   // By a warp: of the first `count` segments, once they are known.
   __device__ __forceinline__ int of_first(int count) const {
-    if (CLUSTER) return sum_of_words(selected, count);
     int sum = 0;
-    for (int i = lane_id(); i < count; i += WARP) sum += (int)awaited(&ready[i]) - 1;
+    for (int i = lane_id(); i < count; i += WARP) sum += CLUSTER ? selected[i] : (int)awaited(&ready[i]) - 1;
     return __reduce_add_sync(ALL_LANES, sum);
   }
 };
@@ -245,6 +243,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
     scan_select(const __grid_constant__ SignScan s, const __grid_constant__ TopP p,
                 const __grid_constant__ ItemPlan plan, RowCut *cuts, const __grid_constant__ Marks marks) {
   extern __shared__ uint4 memory[];
+  fetch_parameters(s), fetch_parameters(p), fetch_parameters(plan);
   ItemMemory m(memory, plan);
   int rows = (int)(s.group * s.queries);
   scan_segment(s, p, plan, m);
@@ -257,14 +256,12 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   unit_marks.settle(m, at.parts);
   __syncthreads();
   SelectedWords selected(m, at.parts);
-  SelectedCounts<CLUSTER> counts(plan, at, m, selected.all);
+  SelectedCounts<CLUSTER> counts(plan, at, m, selected.all);  // from here on no other block of a cluster is read
   gather_tokens(m, selected);
   int before = counts.of_first(at.segment), all = counts.of_first(p.selection.capacity < p.columns ? plan.segments : 0);
-  if (CLUSTER) arrive_in_cluster();  // nothing more is read of others
   write_tokens(p, at, m, selected.all, before);
   if (at.segment == plan.segments - 1 && threadIdx.x == 0) count_of(p, at.item) = before + selected.all;
   if (all > p.selection.capacity) save_segment(p, plan, m, marks, cuts, selected, rows);
-  if (CLUSTER) wait_for_cluster();  // nothing more is read of this block
 }
 
 }  // namespace cuda

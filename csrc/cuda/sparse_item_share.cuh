@@ -7,8 +7,6 @@
 namespace kvq {
 namespace cuda {
 
-constexpr int MAX_ITEM_CLUSTER = 8;  // what every device with clusters has
-
 // A barrier of the blocks of a cluster.
 __device__ __forceinline__ void meet_cluster() { arrive_in_cluster(), wait_for_cluster(); }
 
@@ -29,13 +27,6 @@ __device__ __forceinline__ void each_word(const uint32_t *x, int blocks, Use use
     words_of(word, x, rank);
     use(word[0]);
   }
-}
-
-// By a warp: the sum of a word of the first `count` blocks of the cluster.
-__device__ __forceinline__ int sum_of_words(const int *x, int count) {
-  uint32_t word[1] = {};
-  if (lane_id() < count) words_of(word, x, lane_id());
-  return __reduce_add_sync(ALL_LANES, (int)word[0]);
 }
 
 // Rows that have large scores in any block of the cluster, as bits.

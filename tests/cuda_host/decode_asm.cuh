@@ -100,6 +100,9 @@ inline void arrive_in_cluster() { emulated::arrive_in_cluster(); }
 inline void wait_for_cluster() { emulated::wait_for_cluster(); }
 // The rank above 24 bits of the address.
 inline uint32_t address_in_cluster(uint32_t address, int rank) { return address | (uint32_t)rank << 24; }
+inline void store_in_cluster(uint32_t address, int x) {
+  memcpy(emulated::in_cluster(address >> 24, address & 0xffffff, sizeof x), &x, sizeof x);
+}
 inline void open_for_bytes(uint32_t count, uint32_t bytes) {
   *(int64_t *)emulated::in_cluster(emulated::rank_in_cluster(), count, 8) = bytes;
 }
