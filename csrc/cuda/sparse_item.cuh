@@ -215,12 +215,12 @@ __device__ __forceinline__ void clear_cells(const ItemMemory &m) {
   __syncthreads();
 }
 
-// By the first threads: the log-sum-exp of the exact tokens, a row each.
-__device__ __forceinline__ void load_exact(const TopP &p, const ItemPlan &plan, const ItemMemory &m, int rows) {
-  int r = threadIdx.x;
-  if (r >= rows) return;
-  RowPlace row = row_of_item(p, SegmentPlace(plan).item, r);
-  m.notes->exact[r] = fresh(p.exact_lse + row.b * p.lse_stride[0] + row.hq * p.lse_stride[1] + row.m * p.lse_stride[2]);
+// The log-sum-exp of the exact tokens, by the first threads a row each.
+__device__ __forceinline__ float load_exact(const SignScan &s, const TopP &p, const ScanPlace &at) {
+  int r = threadIdx.x, rows = (int)(s.group * s.queries), head = r, m = 0;
+  if (s.queries > 1) head = r / (int)s.queries, m = r - head * (int)s.queries;
+  const float *from = p.exact_lse + at.b * p.lse_stride[0] + (at.h * s.group + head) * p.lse_stride[1];
+  return r < rows ? fresh(from + m * p.lse_stride[2]) : 0;
 }
 
 // Scores of a segment and the masses of their bins, and what is known of the exact tokens. Signs of tokens follow each
@@ -245,8 +245,9 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const TopP &p, c
   close_copies();
   clear_cells(m);  // while the first copies are under way
   if (plan.codes_ahead) wait_for_kernels_ahead();
+  float exact = load_exact(s, p, at);
   ScanQueries<__half> queries(s, at, lane);
-  load_exact(p, plan, m, (int)(s.group * s.queries));
+  if (threadIdx.x < SCAN_ROWS) m.notes->exact[threadIdx.x] = exact;
   bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());
   const int slot = opaque(first_slot(lane)),
