@@ -83,12 +83,12 @@ struct ItemPlan {
   __device__ float unit() const { return (float)(1 << min(__clz(segment_parts * PART), 22)); }
 };
 
-// Which segment a block of threads has.
+// Which segment a block of threads has; the grid is of segments, kv heads and sequences.
 struct SegmentPlace {
-  int item, segment, first, parts;  // first token; parts of this segment
+  int b, h, item, segment, first, parts;  // first token; parts of this segment
   __device__ __forceinline__ explicit SegmentPlace(const ItemPlan &plan) {
-    int block = opaque((int)blockIdx.x);  // so that nothing of this is kept in registers across the scan
-    item = block / plan.segments, segment = block - item * plan.segments;
+    int3 block = block_again();  // so that nothing of this is kept in registers across the scan
+    b = block.z, h = block.y, item = b * (int)gridDim.y + h, segment = block.x;
     int part = segment * plan.segment_parts;
     first = part * PART, parts = min(plan.segment_parts, plan.parts - part);
   }
@@ -234,7 +234,7 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const TopP &p, c
   float4 *floats = (float4 *)(staged + PART);
   floats[lane] = make_float4(0, 0, 0, 0);
   uint32_t *own = m.cells + c * SMALL_BINS - FIRST_SMALL;
-  ScanPlace at(block.item / (int)s.heads, block.item % (int)s.heads, block.first + part * PART);
+  ScanPlace at(block.b, block.h, block.first + part * PART);
   PartSource source(s, at, lane);
   int to = c * m.pitch + 8 * g + part * PART;
   auto tokens_left = [&] {  // rarely needed

@@ -192,8 +192,7 @@ __device__ __forceinline__ void gather_tokens(const ItemMemory &m, const Selecte
 // Writes them behind `before` others, as far as there is room.
 __device__ __forceinline__ void write_tokens(const TopP &p, const SegmentPlace &at, const ItemMemory &m, int count,
                                              int before) {
-  int b = at.item / (int)p.selection.selections, k = at.item - b * (int)p.selection.selections;
-  int32_t *to = p.selection.indices + b * p.selection.index_stride[0] + k * p.selection.index_stride[1] + before;
+  int32_t *to = p.selection.indices + at.b * p.selection.index_stride[0] + at.h * p.selection.index_stride[1] + before;
   count = (int)min((int64_t)count, p.selection.capacity - before);
   for (int i = threadIdx.x; i < count; i += ITEM_THREADS) to[i] = at.first + m.tokens()[i];
 }
@@ -260,7 +259,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   gather_tokens(m, selected);
   int before = counts.of_first(at.segment), all = counts.of_first(p.selection.capacity < p.columns ? plan.segments : 0);
   write_tokens(p, at, m, selected.all, before);
-  if (at.segment == plan.segments - 1 && threadIdx.x == 0) count_of(p, at.item) = before + selected.all;
+  if (at.segment == plan.segments - 1 && threadIdx.x == 0) p.selection.count[at.b * p.selection.count_stride + at.h] = before + selected.all;
   if (all > p.selection.capacity) save_segment(p, plan, m, marks, cuts, selected, rows);
 }
 

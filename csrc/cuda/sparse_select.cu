@@ -136,7 +136,7 @@ struct ItemCall {
   // Behind `clear` or a kernel that clears and codes the queries.
   void launch(const SignScan &s, const TopP &p, cudaStream_t stream) const {
     launch_clusters_behind(clusters ? scan_select<true> : scan_select<false>,
-                           dim3((unsigned)(plan.items * plan.segments)),
+                           dim3((unsigned)plan.segments, (unsigned)s.heads, (unsigned)s.batch),
                            dim3(clusters ? (unsigned)plan.segments : 1u), ITEM_THREADS, item_bytes(plan.segment_parts),
                            stream, s, p, plan, cuts, marks);
     if (p.selection.capacity < p.columns)
