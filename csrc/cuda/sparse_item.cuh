@@ -87,8 +87,9 @@ struct ItemPlan {
 struct SegmentPlace {
   int b, h, item, segment, first, parts;  // first token; parts of this segment
   __device__ __forceinline__ explicit SegmentPlace(const ItemPlan &plan) {
-    int3 block = block_again();  // so that nothing of this is kept in registers across the scan
-    b = block.z, h = block.y, item = b * (int)gridDim.y + h, segment = block.x;
+    // opaque, so that nothing of this is kept in registers across the scan
+    b = opaque((int)blockIdx.z), h = opaque((int)blockIdx.y), segment = opaque((int)blockIdx.x);
+    item = b * (int)gridDim.y + h;
     int part = segment * plan.segment_parts;
     first = part * PART, parts = min(plan.segment_parts, plan.parts - part);
   }
@@ -238,7 +239,8 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const TopP &p, c
   PartSource source(s, at, lane);
   int to = c * m.pitch + 8 * g + part * PART;
   auto tokens_left = [&] {  // rarely needed
-    return (int)s.tokens - SegmentPlace(plan).first - (to - (lane_id() & 3) * m.pitch - 8 * (lane_id() >> 2));
+    int first = opaque((int)blockIdx.x) * plan.segment_parts * PART;
+    return (int)s.tokens - first - (to - (lane_id() & 3) * m.pitch - 8 * (lane_id() >> 2));
   };
   if (plan.all_ahead) wait_for_kernels_ahead();
   if (left > 0) source.bring(staged, tokens_left(), lane);

@@ -249,11 +249,11 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   wait_for_kernels_ahead(), let_next_kernel_begin();  // only now, see clear_items
   __syncthreads();
   find_cuts<CLUSTER>(p, plan, m, rows);
-  SegmentPlace at(plan);
-  UnitMarks unit_marks(m, at.parts, rows);
+  UnitMarks unit_marks(m, SegmentPlace(plan).parts, rows);
   find_least<CLUSTER>(plan, m, rows);
-  unit_marks.settle(m, at.parts);
+  unit_marks.settle(m, SegmentPlace(plan).parts);
   __syncthreads();
+  SegmentPlace at(plan);
   SelectedWords selected(m, at.parts);
   SelectedCounts<CLUSTER> counts(plan, at, m, selected.all);  // from here on no other block of a cluster is read
   gather_tokens(m, selected);
