@@ -209,16 +209,16 @@ struct FloatScaling {
   __device__ __forceinline__ float2 biases(int i) const { return two(at + WARP / 2, i); }
 };
 
-// By all threads of a block: no masses and no large scores.
-__device__ __forceinline__ void clear_cells(const ItemMemory &m) {
-  for (int i = threadIdx.x; i < CELL_BYTES / 16; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x < SCAN_ROWS) m.notes->large[threadIdx.x] = 0, m.notes->own_tops[threadIdx.x] = 0;
+// By all threads of a block, of which this is number t: no masses and no large scores.
+__device__ __forceinline__ void clear_cells(const ItemMemory &m, int t) {
+  for (int i = t; i < CELL_BYTES / 16; i += ITEM_THREADS) ((uint4 *)m.cells)[i] = make_uint4(0, 0, 0, 0);
+  if (t < SCAN_ROWS) m.notes->large[t] = 0, m.notes->own_tops[t] = 0;
   __syncthreads();
 }
 
-// The log-sum-exp of the exact tokens, by the first threads a row each.
-__device__ __forceinline__ float load_exact(const SignScan &s, const TopP &p, const ScanPlace &at) {
-  int r = threadIdx.x, rows = (int)(s.group * s.queries), head = r, m = 0;
+// The log-sum-exp of the exact tokens of row r of an item.
+__device__ __forceinline__ float load_exact(const SignScan &s, const TopP &p, const ScanPlace &at, int r) {
+  int rows = (int)(s.group * s.queries), head = r, m = 0;
   if (s.queries > 1) head = r / (int)s.queries, m = r - head * (int)s.queries;
   const float *from = p.exact_lse + at.b * p.lse_stride[0] + (at.h * s.group + head) * p.lse_stride[1];
   return r < rows ? fresh(from + m * p.lse_stride[2]) : 0;
@@ -228,7 +228,7 @@ __device__ __forceinline__ float load_exact(const SignScan &s, const TopP &p, co
 // other.
 __device__ __forceinline__ void scan_segment(const SignScan &s, const TopP &p, const ItemPlan &plan,
                                              const ItemMemory &m) {
-  int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
+  int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3, thread = warp * WARP + lane;
   SegmentPlace block(plan);
   int part = block.parts * warp / ITEM_WARPS, left = block.parts * (warp + 1) / ITEM_WARPS - part;
   uint4 *staged = m.staged + warp * WARP_UNITS;
@@ -245,11 +245,11 @@ __device__ __forceinline__ void scan_segment(const SignScan &s, const TopP &p, c
   if (plan.all_ahead) wait_for_kernels_ahead();
   if (left > 0) source.bring(staged, tokens_left(), lane);
   close_copies();
-  clear_cells(m);  // while the first copies are under way
+  clear_cells(m, thread);  // while the first copies are under way
   if (plan.codes_ahead) wait_for_kernels_ahead();
-  float exact = load_exact(s, p, at);
+  float exact = load_exact(s, p, at, thread);
   ScanQueries<__half> queries(s, at, lane);
-  if (threadIdx.x < SCAN_ROWS) m.notes->exact[threadIdx.x] = exact;
+  if (thread < SCAN_ROWS) m.notes->exact[thread] = exact;
   bool used = c < opaque((int)(s.group * s.queries));
   float units = least_numbers(plan.unit());
   const int slot = opaque(first_slot(lane)),
