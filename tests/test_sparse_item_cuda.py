@@ -1,5 +1,5 @@
 """``sign_top_p_select`` in one launch (``csrc/cuda/sparse_item.cuh``): up to four rows a kv head, whose scores stay in the
-kernel and whose blocks of threads wait for each other."""
+kernel and whose blocks of threads are a cluster or wait for each other in memory."""
 
 import dataclasses
 
@@ -142,6 +142,33 @@ def test_segments_with_fewer_parts_than_warps(tokens, processors, edit, kernels,
 @pytest.mark.parametrize("edit", [None, unknown, large, equal])
 def test_blocks_of_long_contexts_meet(edit, kernels):
     check_item(kernels, of_item(edit, LONG), 0.8, capacity=4000 if edit else None)
+
+
+def meet_in(place, monkeypatch):
+    """Blocks of threads of a kv head are a cluster on device 0 only."""
+    monkeypatch.setenv("KVQ_EMULATE_DEVICE", "0" if place == "cluster" else "1")
+
+
+places = pytest.mark.parametrize("place", ["cluster", "memory"])
+
+
+@places
+@pytest.mark.parametrize("capacity", [None, 300])
+@pytest.mark.parametrize("top_p", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("edit", [None, unknown, large, hidden, equal])
+def test_blocks_meet_in_a_cluster_or_in_memory(edit, top_p, capacity, place, kernels, monkeypatch):
+    meet_in(place, monkeypatch)
+    check_item(kernels, of_item(edit), top_p, capacity)
+
+
+@places
+@pytest.mark.parametrize("edit", [None, large])
+@pytest.mark.parametrize("tokens", [1537, 3136, 7743, 12288, 12289])
+def test_clusters_of_any_size(tokens, edit, place, kernels, monkeypatch):
+    """Of two blocks of threads, three, six and eight, the last one with few tokens or many; nine are too many."""
+    meet_in(place, monkeypatch)
+    case = SparseCase("clusters", dim=128, tokens=tokens, group=3, heads=1, centred=True)
+    check_item(kernels, of_item(edit, case), 0.9, tokens // 4)
 
 
 @with_junk
