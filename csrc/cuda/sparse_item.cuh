@@ -1,11 +1,11 @@
 // sign_top_p_select in one launch, first part: how the work is cut, and the scores of a segment.
 //
 // An item is a kv head of a sequence, with four rows at most. Its tokens are cut into segments, one a block of threads,
-// which keeps their scores in shared memory until it has written its part of the selection. Blocks of one item tell each
-// other what they know. Where there are few and all run at once they are a cluster (sparse_item_share.cuh). Else they
-// add up what they know in memory and wait for each other. They are in the grid one after another, an item's are no more
-// than a quarter of what the device can hold at once, and they wait for none of a later item, so that those they wait
-// for run, also while up to three other streams run this kernel.
+// which keeps their scores in shared memory until it has written its part of the selection. Blocks of one item tell
+// each other what they know. Where there are few and all run at once they are a cluster (sparse_item_share.cuh). Else
+// they add up what they know in memory and wait for each other. They are in the grid one after another, an item's are
+// no more than a quarter of what the device can hold at once, and they wait for none of a later item, so that those
+// they wait for run, also while up to three other streams run this kernel.
 #pragma once
 
 #include "decode_asm.cuh"
@@ -34,7 +34,8 @@ struct ItemNotes {
   float exact[SCAN_ROWS];  // log-sum-exp
   int sums[ITEM_WARPS], large[SCAN_ROWS];
   int selected[MAX_ITEM_CLUSTER];  // by each block of the cluster
-  uint32_t own_tops[SCAN_ROWS], tops[SCAN_ROWS];  // largest scores of rows with large ones, of this block and of the item
+  uint32_t own_tops[SCAN_ROWS],
+      tops[SCAN_ROWS];  // largest scores of rows with large ones, of this block and of the item
 };
 
 constexpr int NOTE_BYTES = (sizeof(ItemNotes) + 15) / 16 * 16;
@@ -71,7 +72,8 @@ struct ItemPlan {
 
   // As many segments as begin at once, in as few turns as possible.
   ItemPlan(const SignScan &s, const ItemRoom &room) : slots(room.blocks) {
-    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads), segments = 0, codes_ahead = all_ahead = false;
+    parts = (int)ceil_div(s.tokens, PART), items = (int)(s.batch * s.heads), segments = 0,
+    codes_ahead = all_ahead = false;
     if (room.parts < ITEM_WARPS || slots < 1) return;
     int64_t least = ceil_div(parts, room.parts), turns = ceil_div(items * least, slots), wanted = turns * slots / items;
     if (wanted > slots / AT_ONCE) wanted = slots / AT_ONCE;

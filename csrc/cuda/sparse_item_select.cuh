@@ -143,8 +143,7 @@ __device__ __forceinline__ void find_least(const ItemPlan &plan, const ItemMemor
     RowCut cut = m.notes->cuts[warp];
     float least = cut.sure;
     if (cut.edge < cut.sure) {
-      CodeCounts counts =
-          CLUSTER ? CodeCounts(m, warp, plan.segments) : CodeCounts(plan, SegmentPlace(plan), m, warp);
+      CodeCounts counts = CLUSTER ? CodeCounts(m, warp, plan.segments) : CodeCounts(plan, SegmentPlace(plan), m, warp);
       least = least_kept(cut, [&](int code) { return code % 2 ? counts.upper : counts.lower; });
     }
     if (lane_id() == 0) m.notes->least[warp] = least;
@@ -208,7 +207,8 @@ struct SelectedCounts {
       : ready(plan.ready + (int64_t)at.item * plan.segments), selected(m.notes->selected) {
     int t = threadIdx.x;
     if (!CLUSTER && t == 0) add_to(&ready[at.segment], (uint32_t)all + 1);
-    if (CLUSTER && t < plan.segments) store_in_cluster(address_in_cluster(shared_address(&selected[at.segment]), t), all);
+    if (CLUSTER && t < plan.segments)
+      store_in_cluster(address_in_cluster(shared_address(&selected[at.segment]), t), all);
     if (CLUSTER) meet_cluster();
   }
   // By a warp: of the first `count` segments, once they are known.
@@ -259,7 +259,8 @@ __global__ void __launch_bounds__(ITEM_THREADS, ITEM_CTAS)
   gather_tokens(m, selected);
   int before = counts.of_first(at.segment), all = counts.of_first(p.selection.capacity < p.columns ? plan.segments : 0);
   write_tokens(p, at, m, selected.all, before);
-  if (at.segment == plan.segments - 1 && threadIdx.x == 0) p.selection.count[at.b * p.selection.count_stride + at.h] = before + selected.all;
+  if (at.segment == plan.segments - 1 && threadIdx.x == 0)
+    p.selection.count[at.b * p.selection.count_stride + at.h] = before + selected.all;
   if (all > p.selection.capacity) save_segment(p, plan, m, marks, cuts, selected, rows);
 }
 

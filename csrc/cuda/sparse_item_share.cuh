@@ -1,5 +1,5 @@
-// sign_top_p_select in one launch: what the blocks of an item tell each other, by memory or, where they are a cluster, by
-// reading each other's shared memory behind a barrier of the hardware, a third of the time.
+// sign_top_p_select in one launch: what the blocks of an item tell each other, by memory or, where they are a cluster,
+// by reading each other's shared memory behind a barrier of the hardware, a third of the time.
 #pragma once
 
 #include "sparse_item.cuh"
